@@ -1,0 +1,5 @@
+"""``python -m ggufmoe``"""
+
+from .cli import main
+
+main()

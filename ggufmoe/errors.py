@@ -25,3 +25,7 @@ class MemoryPlanError(GgufMoeError):
 
 class NativeError(GgufMoeError):
     """A llama.cpp or ggml call failed, or the library is not the pinned one."""
+
+
+class NativeAbort(NativeError):
+    """ggml wanted to end the process. What the call held is lost, and must not be freed."""

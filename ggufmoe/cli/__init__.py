@@ -10,7 +10,7 @@ import click
 
 from .. import __version__
 from ..errors import GgufMoeError, UsageError
-from .output import print_json, printable
+from .output import one_line, print_json
 
 # command -> module of ggufmoe.cli that defines it under that name; loaded when asked for, so that --help is quick
 COMMANDS = {
@@ -42,7 +42,7 @@ class CommandLine(click.Group):
             if ctx.meta.get("ggufmoe.json"):
                 print_json({"error": str(error), "hint": error.hint})
             text = f"Error: {error}" + (f" {error.hint}" if error.hint else "")
-            click.echo(printable(text), err=True)
+            click.echo(one_line(text), err=True)
             ctx.exit(2 if isinstance(error, UsageError) else 1)
 
 

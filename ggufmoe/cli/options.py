@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ UNITS = {
 }
 
 
-class ModelPath(click.ParamType):
+class ModelPath(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """A path, or ``demo`` for the bundled model. Whether it exists is found out when it is opened."""
 
     name = "model"
@@ -35,7 +36,7 @@ class ModelPath(click.ParamType):
         return demo_model_path() if value == "demo" else Path(value).expanduser()
 
 
-class Bytes(click.ParamType):
+class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """A number of bytes with its unit: ``6GiB`` (2^30) and ``6GB`` (10^9) differ."""
 
     name = "bytes"
@@ -64,5 +65,131 @@ def _remember_json(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 def json_option(text: str) -> Callable[[F], F]:
     """``--json``; errors come as JSON on stdout too."""
     return click.option(
-        "--json", "as_json", is_flag=True, is_eager=True, expose_value=True, callback=_remember_json, help=text
+        "--json",
+        "as_json",
+        is_flag=True,
+        is_eager=True,
+        expose_value=True,
+        callback=_remember_json,
+        help=text,
     )
+
+
+class Residents(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """``8`` experts per layer, a share such as ``25%``, or ``all``."""
+
+    name = "n|p%|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from ..moe.residents import ResidentRequest, parse_residents
+
+        return value if isinstance(value, ResidentRequest) else parse_residents(value)
+
+
+class RuleText(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """``REGEX=DEVICE``"""
+
+    name = "regex=device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from ..moe.rules import Rule, parse_rule
+
+        return value if isinstance(value, Rule) else parse_rule(value)
+
+
+_SESSION_OPTIONS = (
+    click.option(
+        "--device",
+        "devices",
+        multiple=True,
+        metavar="NAME",
+        help="Device for dense weights and slots, by its name in `ggufmoe devices`; repeatable. 'cpu' stands in "
+        "for a GPU. Default: the first GPU.",
+    ),
+    click.option(
+        "--rpc", "rpc_endpoints", multiple=True, metavar="HOST:PORT", help="Use an RPC server; repeatable."
+    ),
+    click.option(
+        "--resident-experts",
+        "residents",
+        type=Residents(),
+        help="Experts per layer that stay on the device: 8, 25% or all. Default: as many as --vram holds.",
+    ),
+    click.option(
+        "--vram",
+        "vram_bytes",
+        type=BYTES,
+        help="Memory to use of each device, with its unit: 6GiB is 6 x 2^30, 6GB is 6 x 10^9. Default: what is "
+        "free.",
+    ),
+    click.option(
+        "--rule",
+        "rules",
+        type=RuleText(),
+        multiple=True,
+        help=r"Where tensors go whose name the (Python) REGEX is found in; the first rule that matches wins. "
+        r"Single experts too: 'blk\.7\.ffn_.*_exps\.(3|12)\.weight=CUDA0'.",
+    ),
+    click.option(
+        "--cold-store",
+        type=click.Choice(["auto", "mmap", "repack", "pinned"]),
+        default="auto",
+        show_default=True,
+        help="Where the other experts lie: mapped from the file, repacked in RAM (faster on the CPU), or in "
+        "pinned RAM (fastest to copy to a GPU).",
+    ),
+    click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: physical cores."),
+    click.option(
+        "--context",
+        type=click.IntRange(0),
+        help="Tokens of context; 0: as many as the model was trained for. Default: those, but at most 4096.",
+    ),
+)
+
+
+def session_options(function: F) -> F:
+    """The options that say where everything goes; ``as_session_options`` makes them into one value."""
+    for option in reversed(_SESSION_OPTIONS):
+        function = option(function)
+    return function
+
+
+def as_session_options(values: dict[str, Any]) -> Any:
+    """The values of ``session_options``, as keyword arguments of a command, in one ``SessionOptions``."""
+    from ..moe.residents import ResidentRequest
+    from ..run.setup import SessionOptions
+
+    return SessionOptions(**{**values, "residents": values["residents"] or ResidentRequest()})
+
+
+_SAMPLING_OPTIONS = (
+    click.option(
+        "--temperature",
+        type=click.FloatRange(0, 10),
+        default=0.8,
+        show_default=True,
+        help="0 always takes the likeliest token.",
+    ),
+    click.option("--top-k", type=click.IntRange(0), default=40, show_default=True, help="0: no limit."),
+    click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True),
+    click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True),
+    click.option("--repeat-penalty", type=click.FloatRange(0.1, 10), default=1.0, show_default=True),
+    click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Same seed, same answer."),
+)
+
+
+def sampling_options(function: F) -> F:
+    """How tokens are chosen; the command gets one value, ``sampling``."""
+
+    @functools.wraps(function)
+    def with_sampling(**values: Any) -> Any:
+        from ..native.llama import Sampling
+
+        names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
+        sampling = Sampling(**{name: values.pop(name) for name in names})
+        return function(sampling=sampling, **values)
+
+    wrapped: Any = with_sampling
+    for option in reversed(_SAMPLING_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[no-any-return]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 WIDTH = 100
 
@@ -24,6 +22,11 @@ def printable(text: str) -> str:
         else char.encode("unicode_escape", "surrogatepass").decode("ascii")
         for char in text
     )
+
+
+def one_line(text: str) -> str:
+    """``printable`` text whose line breaks and tabs are escaped too, as a file's name may hold them."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def bytes_text(n_bytes: float) -> str:
@@ -46,7 +49,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
     Cells are shown literally: no markup is read in them.
     """
-    table = Table(title=Text(printable(title)) if title else None, title_justify="left", box=None, pad_edge=False)
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(printable(title)) if title else None, title_justify="left", box=None, pad_edge=False
+    )
     for number, column in enumerate(columns):
         table.add_column(Text(column), justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
@@ -56,4 +65,4 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 
 def _width() -> int:
-    return min(Console().width, WIDTH) if sys.stdout.isatty() else WIDTH
+    return min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH) if sys.stdout.isatty() else WIDTH

@@ -2,7 +2,7 @@
 
 ``guarded`` runs a native call in one long-lived thread and waits for it. When ggml aborts anywhere meanwhile
 (in that call, or in a thread of ggml's own, such as the one that talks to an RPC server), ggml's abort
-callback parks the aborting thread for good and the waiting caller gets a NativeError. What the parked call
+callback parks the aborting thread for good and the waiting caller gets a NativeAbort. What the parked call
 holds is lost: memory, locks, the session. The process lives, and can say so in one line.
 
 One thread for all calls, since OpenMP keeps a team of worker threads for every thread that computes.
@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import PurePath
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from ..errors import NativeError
+from ..errors import NativeAbort
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ _native: _NativeThread | None = None
 def guarded(function: Callable[..., T], *args: Any) -> T:
     """``function(*args)`` in the native thread; Ctrl-C is raised after the call has returned.
 
-    Raises: NativeError if ggml aborts before the call returns; whatever ``function`` raises.
+    Raises: NativeAbort if ggml aborts before the call returns; whatever ``function`` raises.
     """
     global _native
     with _lock:
@@ -93,7 +94,7 @@ def on_abort(message: bytes | None) -> None:
         os._exit(1)
     with _lock:
         _native = None  # later calls get a fresh thread; this one never comes back
-    call.outcome.put((None, NativeError(f"llama.cpp stopped: {_reason(text)}", hint=_hint(text))))
+    call.outcome.put((None, NativeAbort(f"llama.cpp stopped: {_reason(text)}", hint=_hint(text))))
     while True:
         time.sleep(3600)
 
@@ -101,7 +102,7 @@ def on_abort(message: bytes | None) -> None:
 def _reason(text: str) -> str:
     """ggml's message without the source path in front: ``/build/ggml-rpc.cpp:93: reason``."""
     location, _, reason = text.partition(": ")
-    return f"{reason} ({os.path.basename(location)})" if reason and ":" in location else text
+    return f"{reason} ({PurePath(location).name})" if reason and ":" in location else text
 
 
 def _hint(text: str) -> str | None:

@@ -93,6 +93,16 @@ def _describe(address: int) -> Device:
     )
 
 
+def buffer_type(device: Device) -> int:
+    """The device's own kind of memory, as llama.cpp's overrides name it."""
+    return int(guarded(ggml().ggml_backend_dev_buffer_type, device.address))
+
+
+def host_buffer_type(device: Device) -> int:
+    """Host memory that the device copies from fastest (pinned), or 0 if it has none."""
+    return int(guarded(ggml().ggml_backend_dev_host_buffer_type, device.address) or 0)
+
+
 @functools.cache
 def type_numbers() -> dict[str, int]:
     """ggml's tensor types by name, for example ``{"q8_0": 8}``."""
@@ -110,7 +120,7 @@ class Backend:
         self.address: int = guarded(functions.ggml_backend_dev_init, device.address, None)
         if not self.address:
             raise NativeError(f"The device {device.name} cannot be opened.")
-        self.buffer_type: int = guarded(functions.ggml_backend_dev_buffer_type, device.address)
+        self.buffer_type = buffer_type(device)
         if device.is_cpu:
             functions.ggml_backend_cpu_set_n_threads(self.address, n_threads)
 

@@ -118,7 +118,10 @@ class Executor:
         self._splits: dict[int, list[_Work | int]] = {}
         functions = ggml()
         self._compute_cpu = functions.ggml_backend_graph_compute
-        self._set, self._get = functions.ggml_backend_tensor_set_async, functions.ggml_backend_tensor_get_async
+        self._set, self._get = (
+            functions.ggml_backend_tensor_set_async,
+            functions.ggml_backend_tensor_get_async,
+        )
         self._launch, self._sync = (
             functions.ggml_backend_graph_compute_async,
             functions.ggml_backend_synchronize,
@@ -314,7 +317,7 @@ class Executor:
             dst[part] = result
         for graphs in (self._cold_graphs, *self._slot_graphs):
             graphs.release_transient()
-        return status  # type: ignore[no-any-return]
+        return status
 
     def _launch_batch(
         self, work: _Work, device: int, rows: NDArray[np.float32], slots: NDArray[np.int32]
@@ -360,12 +363,16 @@ class Executor:
 
 def _view(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Memory of ggml's as an array, without a copy. ``strides`` are in bytes."""
-    n_bytes = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
+    n_bytes = (
+        sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + np.dtype(dtype).itemsize
+    )
     memory = (ctypes.c_uint8 * n_bytes).from_address(address)
-    return np.ndarray(shape, dtype, memory, 0, strides)
+    array: NDArray[Any] = np.ndarray(shape, dtype, memory, 0, strides)
+    return array
 
 
 def _gather(x: NDArray[np.float32], pairs: NDArray[np.intp], work: _Work) -> NDArray[np.float32]:
     """The input row of each pair, as a contiguous array."""
     tokens = pairs // work.k
-    return x[tokens, 0] if work.n_x == 1 else x[tokens, pairs % work.k]
+    rows: NDArray[np.float32] = x[tokens, 0] if work.n_x == 1 else x[tokens, pairs % work.k]
+    return rows

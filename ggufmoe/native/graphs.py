@@ -18,7 +18,17 @@ GRAPH_NODES = 16
 class ChainGraph:
     """One built graph. ``x``, ``ids`` and ``out`` are tensors in the arena; ``n_ids`` x ``n_tokens`` pairs."""
 
-    __slots__ = ("context", "graph", "ids", "ids_host", "ids_host_address", "out", "out_address", "x", "x_tensor")
+    __slots__ = (
+        "context",
+        "graph",
+        "ids",
+        "ids_host",
+        "ids_host_address",
+        "out",
+        "out_address",
+        "x",
+        "x_tensor",
+    )
 
     def __init__(self, context: int, graph: int, x: int, ids: int, out: int, n_pairs: int) -> None:
         self.context, self.graph, self.x, self.ids, self.out = context, graph, x, ids, out
@@ -140,9 +150,11 @@ def _add_step(context: int, step: Any, outputs: list[int], x: int, ids: int, wei
         else:
             tensor = functions.ggml_glu_split(context, outputs[step.gate], outputs[step.up], kind)
     else:
-        source = c.ggml_tensor.from_address(outputs[step.source])
-        return functions.ggml_view_3d(  # type: ignore[no-any-return]
-            context, outputs[step.source], step.n, *source.ne[1:3], *source.nb[1:3], step.offset
+        base = c.ggml_tensor.from_address(outputs[step.source])
+        return int(
+            functions.ggml_view_3d(
+                context, outputs[step.source], step.n, *base.ne[1:3], *base.nb[1:3], step.offset
+            )
         )
     node = c.ggml_tensor.from_address(tensor)
     ctypes.memmove(node.op_params, step.params, c.GGML_MAX_OP_PARAMS)

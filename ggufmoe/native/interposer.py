@@ -69,7 +69,9 @@ class _Bound:
             return self._is_expert(node.src[0])
         if node.op == self._glu:
             # only the activation between expert matrices; that of dense layers is not ours
-            return self._is_from_expert(node.src[0]) and (not node.src[1] or self._is_from_expert(node.src[1]))
+            return self._is_from_expert(node.src[0]) and (
+                not node.src[1] or self._is_from_expert(node.src[1])
+            )
         return False
 
     def _is_expert(self, weight: int) -> bool:
@@ -114,7 +116,9 @@ class Interposer:
         iface.get_props = c_callback(c.get_props_t, on_error=None)(self._properties)
         iface.init_backend = c_callback(c.init_backend_t, on_error=None)(self._init_backend)
         cpu_buffer_type = functions.ggml_backend_cpu_buffer_type()
-        iface.get_buffer_type = c_callback(c.get_buffer_type_t, on_error=None)(lambda _device: cpu_buffer_type)
+        iface.get_buffer_type = c_callback(c.get_buffer_type_t, on_error=None)(
+            lambda _device: cpu_buffer_type
+        )
         iface.supports_op = c_callback(c.supports_op_t, on_error=False)(_decline)
         iface.supports_buft = cpu.iface.supports_buft  # a C function that does not look at its device
         self.device.reg = ctypes.addressof(self.registry)
@@ -123,7 +127,9 @@ class Interposer:
         registry.iface.get_name = iface.get_name
         registry.iface.get_device_count = c_callback(c.get_device_count_t, on_error=0)(lambda _registry: 1)
         address = ctypes.addressof(self.device)
-        registry.iface.get_device = c_callback(c.get_device_t, on_error=None)(lambda _registry, _index: address)
+        registry.iface.get_device = c_callback(c.get_device_t, on_error=None)(
+            lambda _registry, _index: address
+        )
         registry.iface.get_proc_address = c_callback(c.get_proc_address_t, on_error=None)(
             lambda _registry, _name: None
         )

@@ -77,9 +77,7 @@ def ggml() -> Any:
             # a function object of our own: llama_cpp may declare the same symbol with other types
             function = ctypes.CFUNCTYPE(result, *arguments)((name, handle))  # type: ignore[arg-type]
         except AttributeError as error:
-            raise NativeError(
-                f"llama.cpp's library lacks the function {name}.", hint=INSTALL_HINT
-            ) from error
+            raise NativeError(f"llama.cpp's library lacks the function {name}.", hint=INSTALL_HINT) from error
         setattr(functions, name, function)
     version = functions.ggml_version().decode()
     if version != SUPPORTED_GGML:

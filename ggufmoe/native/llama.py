@@ -88,7 +88,9 @@ class LlamaModel:
         count = module.llama_tokenize(self.vocab, raw, len(raw), tokens, size, add_special, parse_special)
         if count < 0:
             tokens = (ctypes.c_int32 * -count)()
-            count = module.llama_tokenize(self.vocab, raw, len(raw), tokens, -count, add_special, parse_special)
+            count = module.llama_tokenize(
+                self.vocab, raw, len(raw), tokens, -count, add_special, parse_special
+            )
         return list(tokens[: max(count, 0)])
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
@@ -151,6 +153,7 @@ class LlamaContext:
         params.type_k, params.type_v = KV_TYPES[plan.type_k], KV_TYPES[plan.type_v]
         params.flash_attn_type = FLASH_ATTENTION[plan.flash_attention]
         params.no_perf = True
+        params.swa_full = False  # windows hold a window, as in llama.cpp's own programs
         self.model, self.plan = model, plan
         with collected_complaints() as cause:
             self.address: int | None = guarded(module.llama_init_from_model, model.address, params)
@@ -186,7 +189,8 @@ class LlamaContext:
             status = guarded(module.llama_decode, self.address, batch)
         if status == 1:
             raise NativeError(
-                f"The context of {self.n_ctx} tokens is full.", hint="Use a larger --context or a shorter text."
+                f"The context of {self.n_ctx} tokens is full.",
+                hint="Use a larger --context or a shorter text.",
             )
         if status != 0:
             raise NativeError(f"llama.cpp could not evaluate the tokens (status {status}): {cause()}")
@@ -202,9 +206,20 @@ class LlamaContext:
         """Forget all sequences."""
         llama_cpp().llama_memory_clear(self._memory, True)
 
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens that sequence 0 holds, whatever was interrupted."""
+        return int(llama_cpp().llama_memory_seq_pos_max(self._memory, 0)) + 1
+
     def truncate(self, n_tokens: int) -> bool:
-        """Forget all tokens of sequence 0 from position ``n_tokens`` on; False where the cache cannot do that."""
-        return bool(llama_cpp().llama_memory_seq_rm(self._memory, 0, n_tokens, -1))
+        """Forget all tokens of sequence 0 from position ``n_tokens`` on.
+
+        Returns: False where the cache cannot do that: recurrent state, or a sliding window that has moved on.
+        """
+        module = llama_cpp()
+        if module.llama_memory_seq_pos_min(self._memory, 0) > 0:
+            return False
+        return bool(module.llama_memory_seq_rm(self._memory, 0, n_tokens, -1))
 
     def close(self) -> None:
         if self.address:

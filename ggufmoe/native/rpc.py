@@ -63,7 +63,9 @@ def _say_hello(endpoint: str) -> None:
                     )
                 reply += part
                 if len(reply) >= 8 and struct.unpack_from("<Q", reply)[0] != expected:
-                    raise NativeError(f"{endpoint}: something answers there, but it is no llama.cpp RPC server.")
+                    raise NativeError(
+                        f"{endpoint}: something answers there, but it is no llama.cpp RPC server."
+                    )
     except TimeoutError as error:
         raise NativeError(
             f"{endpoint}: no answer within {CONNECT_TIMEOUT_S:.0f} s.",

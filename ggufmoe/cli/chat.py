@@ -1,0 +1,91 @@
+"""``ggufmoe chat``: a conversation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..models import demo_model_path
+from .options import MODEL, as_session_options, sampling_options, session_options
+from .output import printable
+from .progress import progress_bar
+
+
+@click.command()
+@click.argument("model", type=MODEL, default="demo")
+@click.option("--system", help="Instructions that stand before the conversation.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(-1),
+    default=512,
+    show_default=True,
+    help="Most tokens of one answer; -1: no limit but the context.",
+)
+@sampling_options
+@session_options
+def chat(model: Path, system: str | None, max_tokens: int, **values: Any) -> None:
+    """Talk with MODEL (default: the bundled demo), by its own chat template.
+
+    Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, every line of standard input gets one answer.
+    The demo model knows no conversation: it goes on with your text, in Biblical English or Python.
+
+    \b
+    Examples:
+      ggufmoe chat
+      ggufmoe chat model.gguf --resident-experts 25% --system "Answer briefly."
+      printf 'one\\ntwo\\n' | ggufmoe chat model.gguf --temperature 0
+    """
+    from ..run.session import Session
+    from .report import closing_line, warn_context
+
+    sampling = values.pop("sampling")
+    with progress_bar(f"Loading {model.name}") as on_progress:
+        session = Session(model, as_session_options(values), on_progress=on_progress)
+    with session:
+        warn_context(session)
+        if model == demo_model_path():
+            click.echo("The demo goes on with your text; try: In the beginning", err=True)
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        while (line := _read_line()) is not None:
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line})
+            answer = _answer(session, messages, sampling, max_tokens)
+            messages.append({"role": "assistant", "content": answer})
+            click.echo(click.style(printable(closing_line(session)), dim=True), err=True)
+
+
+def _read_line() -> str | None:
+    """The user's next message; None at the end of input."""
+    if sys.stdin.isatty():
+        click.echo(">>> ", nl=False)
+    try:
+        raw = sys.stdin.buffer.readline()
+    except KeyboardInterrupt:
+        raw = b""
+    if not raw:
+        if sys.stdin.isatty():
+            click.echo()
+        return None
+    return raw.decode("utf-8", "replace").rstrip("\r\n")
+
+
+def _answer(session: Any, messages: list[Any], sampling: Any, max_tokens: int) -> str:
+    """Print an answer as it comes. Ctrl-C ends the answer, not the conversation."""
+    pieces: list[str] = []
+    stream = session.chat(messages, sampling, max_tokens=max_tokens)
+    try:
+        for piece in stream:
+            pieces.append(piece)
+            click.echo(piece, nl=False)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        click.echo(" (stopped)", nl=False, err=True)
+    finally:
+        stream.close()
+    click.echo()
+    return "".join(pieces)

@@ -10,7 +10,7 @@ import click
 
 from .. import __version__
 from ..errors import GgufMoeError, UsageError
-from .output import one_line, print_json
+from .output import error_text, one_line, print_json
 
 # command -> module of ggufmoe.cli that defines it under that name; loaded when asked for, so that --help is quick
 COMMANDS = {
@@ -21,6 +21,8 @@ COMMANDS = {
     "run": "run",
     "verify": "verify",
 }
+
+INTERRUPTED = 130
 
 
 class CommandLine(click.Group):
@@ -36,14 +38,17 @@ class CommandLine(click.Group):
         return getattr(module, cmd_name.replace("-", "_"))  # type: ignore[no-any-return]
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Exit codes: 1 for what failed, 2 for what was asked wrongly, 130 after Ctrl-C (128 + SIGINT)."""
         try:
             return super().invoke(ctx)
         except GgufMoeError as error:
             if ctx.meta.get("ggufmoe.json"):
                 print_json({"error": str(error), "hint": error.hint})
-            text = f"Error: {error}" + (f" {error.hint}" if error.hint else "")
-            click.echo(one_line(text), err=True)
+            click.echo(one_line(error_text(error)), err=True)
             ctx.exit(2 if isinstance(error, UsageError) else 1)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # the terminal shows ^C in the middle of a line
+            ctx.exit(INTERRUPTED)
 
 
 @click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,4 +73,4 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    cli()
+    cli(prog_name="ggufmoe")

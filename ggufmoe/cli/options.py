@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
+import os
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +36,12 @@ class ModelPath(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
     name = "model"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        return demo_model_path() if value == "demo" else Path(value).expanduser()
+        if value == "demo":
+            return demo_model_path()
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:  # no such user, so ``~`` is a letter of the name
+            return Path(value)
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
@@ -44,17 +52,39 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", str(value).strip())
+        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)", str(value).strip())
         if str(value).strip() == "0":
             return 0
         units = {unit.lower(): factor for unit, factor in UNITS.items()}
         if match is None or match[2].lower() not in units:
             self.fail(f"{value!r} is not a size with its unit, for example 6GiB, 512MiB or 6GB", param, ctx)
-        return int(float(match[1]) * units[match[2].lower()])
+        return int(Fraction(match[1]) * units[match[2].lower()])
+
+
+class PlainText(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """Text for the model. Bytes that are no UTF-8 become U+FFFD."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return os.fsencode(value).decode("utf-8", "replace")
+
+
+class Number(click.FloatRange):
+    """A ``FloatRange`` that ``nan`` is outside of."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 MODEL = ModelPath()
 BYTES = Bytes()
+TEXT = PlainText()
+MAX_INT = 2**31 - 1  # what llama.cpp keeps such a number in
+MAX_CONTEXT = 2**24
 
 
 def _remember_json(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
@@ -141,7 +171,7 @@ _SESSION_OPTIONS = (
     click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: physical cores."),
     click.option(
         "--context",
-        type=click.IntRange(0),
+        type=click.IntRange(0, MAX_CONTEXT),
         help="Tokens of context; 0: as many as the model was trained for. Default: those, but at most 4096.",
     ),
 )
@@ -165,15 +195,17 @@ def as_session_options(values: dict[str, Any]) -> Any:
 _SAMPLING_OPTIONS = (
     click.option(
         "--temperature",
-        type=click.FloatRange(0, 10),
+        type=Number(0, 10),
         default=0.8,
         show_default=True,
         help="0 always takes the likeliest token.",
     ),
-    click.option("--top-k", type=click.IntRange(0), default=40, show_default=True, help="0: no limit."),
-    click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True),
-    click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True),
-    click.option("--repeat-penalty", type=click.FloatRange(0.1, 10), default=1.0, show_default=True),
+    click.option(
+        "--top-k", type=click.IntRange(0, MAX_INT), default=40, show_default=True, help="0: no limit."
+    ),
+    click.option("--top-p", type=Number(0, 1), default=0.95, show_default=True),
+    click.option("--min-p", type=Number(0, 1), default=0.05, show_default=True),
+    click.option("--repeat-penalty", type=Number(0.1, 10), default=1.0, show_default=True),
     click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Same seed, same answer."),
 )
 

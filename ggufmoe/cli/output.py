@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import unicodedata
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+
+from ..errors import GgufMoeError
 
 WIDTH = 100
 
@@ -29,6 +32,14 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def error_text(error: GgufMoeError) -> str:
+    """``Error: what happened. What to do next.``"""
+    text = f"Error: {error}"
+    if not error.hint:
+        return text
+    return f"{text}{'' if text.endswith(('.', '!', '?')) else '.'} {error.hint}"
+
+
 def bytes_text(n_bytes: float) -> str:
     """A size as people read it: ``1.25 GiB``. Binary units, three digits."""
     size, unit = float(n_bytes), "B"
@@ -40,8 +51,17 @@ def bytes_text(n_bytes: float) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on stdout. Strings that are no valid Unicode stay readable as escapes."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=True))
+    """One JSON value on stdout. Strings that are no valid Unicode stay readable as escapes; infinity and NaN,
+    which JSON lacks, become null."""
+    click.echo(json.dumps(_finite(value), indent=2, ensure_ascii=True, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from ..errors import UsageError
-from .options import MODEL, as_session_options, json_option, sampling_options, session_options
-from .output import print_json, printable
+from .options import MODEL, TEXT, as_session_options, json_option, sampling_options, session_options
+from .output import one_line, print_json, printable
 from .progress import progress_bar
 
 
 @click.command()
 @click.argument("model", type=MODEL)
-@click.option("-p", "--prompt", help="The text to go on with; without it, standard input is read.")
+@click.option("-p", "--prompt", type=TEXT, help="The text to go on with; without it, standard input is read.")
 @click.option(
     "-n",
     "--max-tokens",
@@ -25,14 +25,14 @@ from .progress import progress_bar
     show_default=True,
     help="Tokens to write; -1: until the model ends or the context is full.",
 )
-@click.option("--stop", multiple=True, help="Stop where this text would appear; repeatable.")
+@click.option("--stop", type=TEXT, multiple=True, help="Stop where this text would appear; repeatable.")
 @json_option("Print one JSON object: the text, tokens, rates and hit rate.")
 @sampling_options
 @session_options
 def run(
     model: Path, prompt: str | None, max_tokens: int, stop: tuple[str, ...], as_json: bool, **values: Any
 ) -> None:
-    r"""Go on with a text, as MODEL would.
+    """Go on with a text, as MODEL would.
 
     \b
     Examples:
@@ -46,7 +46,7 @@ def run(
 
     sampling = values.pop("sampling")
     text = _prompt(prompt)
-    with progress_bar(f"Loading {model.name}") as on_progress:
+    with progress_bar(f"Loading {one_line(model.name)}") as on_progress:
         session = Session(model, as_session_options(values), on_progress=on_progress)
     with session:
         warn_context(session)
@@ -64,9 +64,13 @@ def run(
 
 
 def _prompt(prompt: str | None) -> str:
-    """The prompt as text. Bytes that are no UTF-8 become U+FFFD, on the command line and on standard input."""
+    """The prompt, or standard input without its last line break and a byte order mark.
+
+    Bytes that are no UTF-8 become U+FFFD, as on the command line.
+    """
     if prompt is not None:
-        return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return prompt
     if sys.stdin.isatty():
         raise UsageError("There is nothing to go on with.", hint="Give a text with -p, or on standard input.")
-    return sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
+    text = sys.stdin.buffer.read().decode("utf-8-sig", "replace")
+    return text.removesuffix("\n").removesuffix("\r")

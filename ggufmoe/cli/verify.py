@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .options import MODEL, as_session_options, json_option, session_options
+from .options import MODEL, Number, as_session_options, json_option, session_options
 from .output import print_json, print_table
 
 
@@ -30,7 +30,7 @@ from .output import print_json, print_table
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0),
+    type=Number(0),
     default=0.0,
     show_default=True,
     help="Largest difference of a logit that passes. 0 is bit for bit: the same kernels, as on `cpu` or an "
@@ -75,10 +75,7 @@ def verify(
     )
     passed = result.within(tolerance)
     if as_json:
-        facts = asdict(result)
-        if result.n_not_finite:
-            facts["max_difference"] = None  # JSON has no infinity
-        print_json({"passed": passed, "tolerance": tolerance, **facts})
+        print_json({"passed": passed, "tolerance": tolerance, **asdict(result)})
     else:
         _print(result, tolerance, passed)
     ctx.exit(0 if passed else 1)

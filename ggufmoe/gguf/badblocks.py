@@ -28,12 +28,12 @@ ROUTER_NAME = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class BadBlocks:
-    """Blocks of one expert that hold no numbers. Sorts by layer, then projection, then expert.
+    """Blocks of one expert that hold no numbers.
 
     ``projection`` is ``gate``, ``up``, ``down``, ``gate_up`` (``.bias`` or ``.scale`` appended where it is
-    not the matrix), or ``router``. ``expert`` is None where a router's tensor has not one row per expert. For
+    not the matrix), or ``router``. ``expert`` is None where a tensor has not one row per expert. For
     unquantised types a block is one value.
     """
 
@@ -97,9 +97,11 @@ def find_bad_blocks(model: Model) -> list[BadBlocks]:
     Every byte of them is read once, in chunks of ``CHUNK_BYTES``. What cannot be judged is left out; see
     ``unchecked_tensors``.
 
+    Returns: in order of layers, then projections, then experts.
     Raises: FormatError if a file cannot be read to its end.
     """
-    return sorted(found for tensor in _routed_tensors(model) for found in _bad_in(model, tensor))
+    found = [bad for tensor in _routed_tensors(model) for bad in _bad_in(model, tensor)]
+    return sorted(found, key=lambda bad: (bad.layer, bad.projection, bad.tensor, bad.expert or 0))
 
 
 def unchecked_tensors(model: Model) -> list[TensorInfo]:
@@ -119,6 +121,8 @@ def _bad_in(model: Model, tensor: TensorInfo) -> Iterator[BadBlocks]:
     # experts are the outermost dimension: of matrices, biases, scales, and of a router's rows
     n_expert = tensor.ne[-1]
     known = projection != "router" or n_expert == _n_expert(model, layer)
+    if tensor.n_bytes % (n_expert * block.n_bytes):  # one value per expert, several of them in a block
+        known = False
     n_part = n_expert if known else 1
     part_bytes = tensor.n_bytes // n_part
     for part in range(n_part):

@@ -15,6 +15,14 @@ from .model import MAX_LAYERS, Model
 
 MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS, src/llama-hparams.h
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # LLAMA_ROPE_SCALING_TYPES, src/llama-model.cpp
+# llama.cpp divides by these without a look (SIGFPE, which nothing can catch). Elsewhere a 0 is usual: its model
+# saver writes every key.
+DIVISORS = {
+    "ernie4_5-moe": ("interleave_moe_layer_step",),
+    "minimax-01": ("full_attention_interval",),
+    "qwen35moe": ("full_attention_interval",),
+    "qwen3next": ("full_attention_interval",),
+}
 ROUTER_NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_gate_inp\.weight")
 
 OLD_LAYOUT_HINT = "Fetch a newer file of this model, or convert it with llama.cpp of after April 2024."
@@ -74,7 +82,11 @@ def expert_faults(model: Model) -> list[str]:
     used = model.per_layer("expert_used_count", 0)
     n_used = min(used, default=0) if min(used, default=0) < 0 else max(used, default=0)
     n_group, n_group_used = model.get("expert_group_count", 0), model.get("expert_group_used_count", 0)
-    faults = []
+    faults = [
+        f"{arch}.{key} is {model.metadata[f'{arch}.{key}']!r}, it must be a number"
+        for key in ("expert_count", "expert_group_count", "expert_group_used_count")
+        if type(model.metadata.get(f"{arch}.{key}", 0)) is not int
+    ]
     if n_expert > MAX_EXPERTS:
         faults.append(f"{arch}.expert_count is {n_expert}, the limit is {MAX_EXPERTS}")
     if not 0 < n_used <= n_expert:
@@ -106,7 +118,7 @@ def expert_faults(model: Model) -> list[str]:
 def parameter_faults(model: Model) -> list[str]:
     """What is wrong in the other hyperparameters, as far as llama.cpp asserts it for every architecture.
 
-    Source: ``llama_model_base::load_hparams`` in src/llama-model.cpp; ``ggml_rms_norm`` in ggml/src/ggml.c.
+    Source: ``llama_model_base::load_hparams`` in src/llama-model.cpp; ``load_arch_hparams`` in src/models.
     """
     arch = model.architecture
     faults = [
@@ -120,6 +132,10 @@ def parameter_faults(model: Model) -> list[str]:
     n_nextn = model.get("nextn_predict_layers", 0)
     if n_nextn > n_layer:
         faults.append(f"{arch}.nextn_predict_layers is {n_nextn}, it must not exceed block_count ({n_layer})")
+    not_zero = DIVISORS.get(arch, ())
+    if any(model.per_layer("attention.head_count", 0)[:1]):  # RoPE over 0 dimensions never ends
+        not_zero = (*not_zero, "rope.dimension_count")
+    faults += [f"{arch}.{key} is 0, it must be 1 or more" for key in not_zero if model.get(key, 1) == 0]
     scaling = model.get("rope.scaling.type", "none")
     if scaling not in ROPE_SCALINGS:
         faults.append(

@@ -5,13 +5,14 @@ Every refusal is one FormatError that names the file first and then the fault.
 
 from __future__ import annotations
 
+import re
 import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import FormatError
-from ..native.metadata import Header, read_header, read_start
+from ..native.metadata import MAX_HEADER_BYTES, Header, read_header, read_start
 from .ollama_dialect import with_llama_cpp_types
 from .scanner import scan_header
 
@@ -37,6 +38,9 @@ NOT_GGUF = {
     b"fmgg": ("a GGML file of before GGUF: too old", "Fetch the GGUF file of this model."),
     b"tjgg": ("a GGML file of before GGUF: too old", "Fetch the GGUF file of this model."),
 }
+
+# Where ggml says too little: it ran out of bytes and does not name the key, or met what Ollama writes
+UNCLEAR = re.compile(r"failed to read|string length|of type 4 \(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +73,25 @@ def _read(path: Path, n_bytes: int) -> FileHeader:
     try:
         return FileHeader(read_header(path))
     except FormatError as refusal:
-        data = read_start(path)
-        whole = len(data) == n_bytes
-        try:
-            scan = scan_header(data, end_of_data="the file ends" if whole else "the first 64 MiB end")
-            patched, renumbered = with_llama_cpp_types(data, scan)
-            if renumbered:
-                return FileHeader(read_header(patched), renumbered)
-            reason = _reason(str(refusal))
-        except FormatError as finding:  # more exact than ggml's "failed to read key-value pairs"
-            reason = _reason(str(finding))
+        reason = str(refusal)
+        if UNCLEAR.search(reason):
+            data = read_start(path)
+            try:
+                scan = scan_header(data, end_of_data=_end(data, n_bytes))
+                patched, renumbered = with_llama_cpp_types(data, scan)
+                if renumbered:
+                    return FileHeader(read_header(patched), renumbered)
+            except FormatError as finding:
+                reason = str(finding)
+        if "beginning of data section" in reason:
+            reason = "the file ends before its tensor data begins, or general.alignment is wrong"
+        # on one line: names in it come from the file and may hold anything
+        reason = " ".join(reason.split())
         raise FormatError(f"{path}: not a GGUF file we can trust: {reason}", hint=DAMAGED_HINT) from refusal
 
 
-def _reason(text: str) -> str:
-    """The finding on one line; names in it come from the file and may hold anything."""
-    if text == "failed to seek to beginning of data section":
-        text = "the file ends before its tensor data begins, or general.alignment is wrong"
-    return " ".join(text.split())
+def _end(data: bytes, n_bytes: int) -> str:
+    return "the file ends" if len(data) == n_bytes else f"the first {MAX_HEADER_BYTES >> 20} MiB end"
 
 
 def _check_start(path: Path, start: bytes) -> None:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from ..errors import FormatError
 from ..native.metadata import Value
 from .experts import OLD_EXPERT_NAME, ExpertBank, TensorInfo, find_banks, is_expert_tensor, stacked_ne
 from .ollama_dialect import ollama_differences
@@ -21,8 +22,9 @@ MAX_LAYERS = 512  # LLAMA_MAX_LAYERS, src/llama-hparams.h
 class Model:
     """A model's tables, without its weights.
 
-    ``paths`` are its shards in order, under the names they were given by. ``metadata`` is that of the first shard; vocabulary arrays are not read (see ``ArrayInfo``).
-    ``ollama_differences`` is empty, or says why llama.cpp cannot run this file of Ollama's own engine.
+    ``paths`` are its shards in order, under the names they were given by. ``metadata`` is that of the first
+    shard; vocabulary arrays are not read (see ``ArrayInfo``). ``ollama_differences`` is empty, or says why
+    llama.cpp cannot run this file of Ollama's own engine.
     """
 
     paths: tuple[Path, ...]
@@ -46,7 +48,10 @@ class Model:
 
     @cached_property
     def banks(self) -> tuple[ExpertBank, ...]:
-        return find_banks(self.tensors)
+        try:
+            return find_banks(self.tensors)
+        except FormatError as error:
+            raise FormatError(f"{self.paths[0]}: {error}") from error
 
     @cached_property
     def dense_tensors(self) -> tuple[TensorInfo, ...]:
@@ -68,11 +73,11 @@ class Model:
         """
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(default, float) and isinstance(value, int):
-            return float(value)
-        return value if type(value) is type(default) else default  # type: ignore[return-value]
+            value = float(value)
+        return value if type(value) is type(default) else default
 
     def per_layer(self, key: str, default: int) -> tuple[int, ...]:
-        """A value that GGUF stores once or once per layer, as one number for each of ``MAX_LAYERS`` at most."""
+        """A value that GGUF stores once or once per layer, for each layer (``MAX_LAYERS`` at most)."""
         n_layer = max(0, min(self.get("block_count", 0), MAX_LAYERS))
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, tuple):

@@ -51,7 +51,7 @@ def with_llama_cpp_types(data: bytes, scan: Scan) -> tuple[bytes, tuple[str, ...
 def ollama_differences(
     metadata: Mapping[str, object], tensor_names: Iterable[str], renumbered: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """What llama.cpp cannot read in a file made for Ollama's own engine; nothing for one made for llama.cpp."""
+    """What llama.cpp cannot read, if the file was made for Ollama's own engine; else nothing."""
     architecture = metadata.get("general.architecture")
     found = []
     if isinstance(architecture, str) and architecture in RENAMED:

@@ -1,12 +1,13 @@
 """A walk over the bytes of a GGUF header that reads nothing but lengths.
 
 ggml's parser judges a header; this one finds what that parser does not tell: where in the bytes a tensor's
-type stands, and what exactly was being read when the bytes ran out. It allocates nothing that a header claims.
+type stands, and what exactly was being read when the bytes ran out. It allocates nothing on a claim.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import FormatError
@@ -14,11 +15,10 @@ from ..errors import FormatError
 # enum gguf_type in ggml/include/gguf.h -> bytes of one value; strings and arrays have a length of their own
 SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 STRING, ARRAY = 8, 9
-MAX_DIMS = 4  # GGML_MAX_DIMS
 # Far above any vocabulary with its merges (the largest has 800,000); it bounds the time of the walk.
 MAX_STRINGS = 1 << 21
 
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_U32, _U64, _TYPE_AND_OFFSET = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,7 @@ def scan_header(data: bytes, *, end_of_data: str = "the file ends") -> Scan:
     for number in range(n_keys):
         key = cursor.text(f"the name of key {number + 1} of {n_keys:,}")
         _skip_value(cursor, f"key {key!r}")
-    tensors = tuple(_tensor(cursor, f"entry {number + 1} of {n_tensors:,}") for number in range(n_tensors))
-    return Scan(tensors, cursor.position)
+    return Scan(tuple(_tensors(cursor, n_tensors)), cursor.position)
 
 
 class _Cursor:
@@ -85,7 +84,7 @@ class _Cursor:
         try:
             for _ in range(count):
                 position += 8 + length_at(data, position)[0]
-        except struct.error:
+        except (struct.error, OverflowError):
             position = len(data) + 1
         if position > len(data):
             raise FormatError(f"{self.end_of_data} before the {count:,} strings that {what} claims")
@@ -114,14 +113,18 @@ def _scalar_bytes(kind: int, what: str) -> int:
     return SCALAR_BYTES[kind]
 
 
-def _tensor(cursor: _Cursor, entry: str) -> TensorEntry:
-    name = cursor.text(f"the tensor name in {entry}")
-    what = f"tensor {name!r}"
-    n_dims = cursor.u32(f"the dimensions of {what}")
-    if n_dims > MAX_DIMS:
-        raise FormatError(f"{what} claims {n_dims:,} dimensions, the limit is {MAX_DIMS}")
-    cursor.skip(8 * n_dims, f"the dimensions of {what}")
-    kind = cursor.u32(f"the type of {what}")
-    type_position = cursor.position - 4
-    cursor.skip(8, f"the offset of {what}")
-    return TensorEntry(name, kind, type_position)
+def _tensors(cursor: _Cursor, count: int) -> Iterator[TensorEntry]:
+    """The tensor table. A tight loop too: a file may claim a million entries, and have them."""
+    data, position = cursor.data, cursor.position
+    for number in range(count):
+        try:
+            (length,) = _U64.unpack_from(data, position)
+            name, position = data[position + 8 : position + 8 + length], position + 8 + length
+            (n_dims,) = _U32.unpack_from(data, position)
+            type_position = position + 4 + 8 * n_dims
+            kind, _offset = _TYPE_AND_OFFSET.unpack_from(data, type_position)
+        except (struct.error, OverflowError) as error:
+            where = f"entry {number + 1:,} of {count:,} of its tensor table"
+            raise FormatError(f"{cursor.end_of_data} before the end of {where}") from error
+        position = cursor.position = type_position + _TYPE_AND_OFFSET.size
+        yield TensorEntry(name.decode("utf-8", "replace"), kind, type_position)

@@ -96,7 +96,7 @@ def _check_together(files: Sequence[tuple[Path, FileHeader]]) -> None:
         place = metadata.get("split.no")
         if place != number:
             raise FormatError(
-                f"{path}: this is shard {number + 1} of {len(files)} by its name, but split.no in it is {place!r}",
+                f"{path}: by its name shard {number + 1} of {len(files)}, but split.no in it is {place!r}",
                 hint="A shard was renamed, or belongs to another model. " + ALL_SHARDS_HINT,
             )
         for key, value in stated.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import MemoryPlanError, UsageError
@@ -31,7 +32,7 @@ def parse_residents(text: str) -> ResidentRequest:
     """``8`` (experts per layer), ``25%`` or ``all``. Raises: UsageError."""
     if text.strip().lower() == "all":
         return ResidentRequest(share=1.0)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(%?)\s*", text)
     if match and match[2] and float(match[1]) <= 100:
         return ResidentRequest(share=float(match[1]) / 100)
     if match and not match[2] and "." not in match[1]:
@@ -66,29 +67,16 @@ def place_residents(
     """Choose the first residents: those that rules name, then the first ones of every layer up to the request.
 
     ``devices`` are the names of the slot devices; residents that no rule places are dealt to them in turn.
-    Without a request, ``budget_bytes`` of slots are spread evenly over the layers.
-    Raises: UsageError for a rule that names a device without slots; MemoryPlanError if the request does not fit
-    ``budget_bytes``.
+    Without a request, what rules leave of ``budget_bytes`` is spread evenly over the layers.
+    Raises: UsageError for a rule that names a device without slots; MemoryPlanError if rules and request do not
+    fit ``budget_bytes``.
     """
-    indices = {name.lower(): index for index, name in enumerate(devices)}
-    per_bank = _wanted(banks, request, budget_bytes) if devices else (lambda _bank: 0)
+    ruled = [_ruled(bank, rules, devices) for bank in banks]
+    n_more = _dealt(banks, request, ruled, budget_bytes) if devices else [0] * len(banks)
+    turn = itertools.count()
     residents: dict[BankKey, tuple[tuple[int, int], ...]] = {}
-    for bank in banks:
-        fixed: dict[int, int] = {}
-        free: list[int] = []
-        for expert in range(bank.n_expert):
-            rule = expert_rule(rules, bank, expert) if rules else None
-            if rule is None:
-                free.append(expert)
-            elif rule.device.lower() in indices:
-                fixed[expert] = indices[rule.device.lower()]
-            elif rule.device.lower() != "cpu":
-                raise UsageError(
-                    f"The rule {rule} names a device that is not in use.",
-                    hint=f"Add --device {rule.device}; `ggufmoe devices` lists what there is.",
-                )
-        n_more = max(per_bank(bank) - len(fixed), 0)
-        dealt = [(expert, turn % len(devices)) for turn, expert in enumerate(free[:n_more])]
+    for bank, (fixed, free), n_free in zip(banks, ruled, n_more, strict=True):
+        dealt = [(expert, next(turn) % len(devices)) for expert in free[:n_free]]
         residents[bank.layer, bank.name] = (*fixed.items(), *dealt)
     placement = Placement(residents)
     needed = sum(placement.slot_bytes(banks, device) for device in range(len(devices)))
@@ -101,21 +89,42 @@ def place_residents(
     return placement
 
 
-def _wanted(
-    banks: Sequence[ExpertBank], request: ResidentRequest, budget_bytes: int | None
-) -> Callable[[ExpertBank], int]:
-    """How many residents each bank gets."""
+def _ruled(
+    bank: ExpertBank, rules: Sequence[Rule], devices: Sequence[str]
+) -> tuple[dict[int, int], list[int]]:
+    """What rules say of a bank: expert -> index of its device, and the experts that no rule places."""
+    indices = {name.lower(): index for index, name in enumerate(devices)}
+    fixed: dict[int, int] = {}
+    free: list[int] = []
+    for expert in range(bank.n_expert):
+        rule = expert_rule(rules, bank, expert) if rules else None
+        if rule is None:
+            free.append(expert)
+        elif rule.device.lower() in indices:
+            fixed[expert] = indices[rule.device.lower()]
+        elif rule.device.lower() != "cpu":
+            raise UsageError(
+                f"The rule {rule} names a device that is not in use.",
+                hint=f"Add --device {rule.device}; `ggufmoe devices` lists what there is.",
+            )
+    return fixed, free
+
+
+def _dealt(
+    banks: Sequence[ExpertBank],
+    request: ResidentRequest,
+    ruled: Sequence[tuple[dict[int, int], list[int]]],
+    budget_bytes: int | None,
+) -> list[int]:
+    """How many residents each bank gets beside those that rules place."""
     if request.count is not None or request.share is not None:
         largest = max((bank.n_expert for bank in banks), default=1)
-
-        def asked(bank: ExpertBank) -> int:
-            # a count is meant for the layer's main bank; GroveMoE's smaller one gets its proportion
-            whole = request.of(largest) or 0
-            return -(-whole * bank.n_expert // largest)
-
-        return asked
-    if not budget_bytes:
-        return lambda _bank: 0
-    everything = sum(bank.slot_bytes * bank.n_expert for bank in banks)
-    share = min(1.0, budget_bytes / max(everything, 1))
-    return lambda bank: int(share * bank.n_expert)
+        asked = request.of(largest) or 0
+        # a count is meant for the layer's main bank; GroveMoE's smaller one gets its proportion
+        wanted = [-(-asked * bank.n_expert // largest) for bank in banks]
+        return [max(n - len(fixed), 0) for n, (fixed, _) in zip(wanted, ruled, strict=True)]
+    members = list(zip(banks, ruled, strict=True))
+    left = (budget_bytes or 0) - sum(bank.slot_bytes * len(fixed) for bank, (fixed, _) in members)
+    everything = sum(bank.slot_bytes * len(free) for bank, (_, free) in members)
+    left = max(0, min(left, everything))
+    return [len(free) * left // max(everything, 1) for _, (_, free) in members]

@@ -8,6 +8,7 @@ the truth; llama.cpp is handed the names that matched, not the pattern, so that 
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,10 @@ def parse_rule(text: str) -> Rule:
     if not separator or not pattern or not device.strip():
         raise UsageError(rf"{text!r} is not a rule of the form REGEX=DEVICE, for example blk\.0\.=CPU")
     try:
-        return Rule(re.compile(pattern), device.strip())
-    except re.error as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a later Python may read differently
+            return Rule(re.compile(pattern), device.strip())
+    except (re.error, OverflowError, RecursionError) as error:
         raise UsageError(f"{pattern!r} in the rule {text!r} is not a regular expression: {error}") from error
 
 
@@ -66,7 +69,11 @@ def expert_rule(rules: Sequence[Rule], bank: ExpertBank, expert: int) -> Rule | 
     targets = {rule.device.lower() if rule else None for rule in found.values()}
     if len(targets) > 1:
         rule = next(rule for rule in found.values() if rule)
-        left = next(name for name, other in found.items() if other is None or other.device != rule.device)
+        left = next(
+            name
+            for name, other in found.items()
+            if other is None or other.device.lower() != rule.device.lower()
+        )
         raise UsageError(
             f"The rule {rule} takes expert {expert} of layer {bank.layer} apart: {block_name(left, expert)} does "
             "not go with the others.",

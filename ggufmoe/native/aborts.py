@@ -29,7 +29,17 @@ class _Call:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function, self.args = function, args
-        self.outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self.started = False
+        self.outcome: tuple[Any, BaseException | None] | None = None
+        self._delivered: SimpleQueue[None] = SimpleQueue()
+
+    def deliver(self, result: Any, error: BaseException | None) -> None:
+        if self.outcome is None:
+            self.outcome = (result, error)
+        self._delivered.put(None)
+
+    def wait(self) -> None:
+        self._delivered.get()
 
 
 class _NativeThread:
@@ -41,13 +51,18 @@ class _NativeThread:
 
     def _run(self) -> None:
         while True:
-            call = self.current = self.calls.get()
+            call = self.calls.get()
+            if call.started:
+                continue
+            call.started = True
+            self.current = call
             try:
-                call.outcome.put((call.function(*call.args), None))
+                call.deliver(call.function(*call.args), None)
             except BaseException as error:  # it belongs to the caller, whatever it is
-                call.outcome.put((None, error))
+                call.deliver(None, error)
             finally:
                 self.current = None
+                del call  # nor may its result live until the next call comes
 
 
 _lock = threading.Lock()
@@ -67,14 +82,15 @@ def guarded(function: Callable[..., T], *args: Any) -> T:
     if threading.current_thread() is native.thread:
         return function(*args)
     call = _Call(function, args)
-    native.calls.put(call)
     interrupt: KeyboardInterrupt | None = None
-    while True:
+    while call.outcome is None:
+        # Ctrl-C can be raised between any two steps, so each may happen twice: a call in the queue runs once.
         try:
-            result, error = call.outcome.get()
-            break
+            native.calls.put(call)
+            call.wait()
         except KeyboardInterrupt as pressed:
             interrupt = pressed
+    result, error = call.outcome
     if error is not None:
         raise error
     if interrupt is not None:
@@ -94,7 +110,7 @@ def on_abort(message: bytes | None) -> None:
         os._exit(1)
     with _lock:
         _native = None  # later calls get a fresh thread; this one never comes back
-    call.outcome.put((None, NativeAbort(f"llama.cpp stopped: {_reason(text)}", hint=_hint(text))))
+    call.deliver(None, NativeAbort(f"llama.cpp stopped: {_reason(text)}", hint=_hint(text)))
     while True:
         time.sleep(3600)
 

@@ -166,9 +166,12 @@ class Session:
     def _decode(self, tokens: Sequence[int], all_logits: bool = False) -> None:
         try:
             self.context.decode(tokens, len(self.tokens), all_logits=all_logits)
-        except NativeAbort:
+        except NativeAbort as error:
             self._lost = True
-            raise
+            if not self.options.rpc_endpoints:
+                raise
+            servers = ", ".join(self.options.rpc_endpoints)
+            raise NativeAbort(f"The RPC server {servers} was lost. {error}", hint=error.hint) from error
         except NativeError as error:
             self.reset()  # how much of the batch the cache holds is unknown
             cause, self.executor.error = self.executor.error, None

@@ -6,9 +6,9 @@ import itertools
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,13 +19,17 @@ from ..moe.sizes import Amount, LayerSizes, ModelSizes, model_sizes, schedule_or
 from .options import BYTES, MODEL, json_option
 from .output import WIDTH, bytes_text, print_json, print_table, printable
 
+if TYPE_CHECKING:
+    from ..gguf.badblocks import BadBlocks
+
 DEFAULT_CONTEXT = 4096
 MAX_NAME = 60
 
 
 @dataclass(frozen=True)
 class _Inspected:
-    """All that is printed of one model. ``memory`` is None where the size of its context is unknown."""
+    """All that is printed of one model. ``memory`` is None where the size of its context is unknown,
+    ``bad_blocks`` where the weights were not looked at."""
 
     path: Path
     model: Model
@@ -33,6 +37,7 @@ class _Inspected:
     n_ctx: int
     memory: ContextMemory | None
     warnings: tuple[str, ...]
+    bad_blocks: tuple[BadBlocks, ...] | None
 
     @property
     def layout(self) -> str:
@@ -62,39 +67,68 @@ class _Inspected:
     show_default=True,
     help="Fast memory that the comparison of several models assumes.",
 )
+@click.option(
+    "--check", is_flag=True, help="Read the experts too, and exit 1 if weights in them are no numbers."
+)
 @json_option("Print one JSON object per model, in a list `models`, and the `verdict` on several.")
-def inspect(models: tuple[Path, ...], context: int | None, kv_type: str, vram: int, as_json: bool) -> None:
+@click.pass_context
+def inspect(
+    ctx: click.Context,
+    /,
+    models: tuple[Path, ...],
+    context: int | None,
+    kv_type: str,
+    vram: int,
+    check: bool,
+    as_json: bool,
+) -> None:
     """Show what MODEL consists of: dense weights, experts, bytes per token, KV cache.
 
-    Of several models, say which one schedules best and why. Only the tables of the files are read.
+    Of several models, say which one schedules best and why. Only the tables of the files are read, unless
+    --check looks for weights that are no numbers (NaN, infinity).
 
     \b
     Examples:
       ggufmoe inspect demo
       ggufmoe inspect model.gguf --context 32768 --kv-type q8_0
       ggufmoe inspect one.gguf other.gguf --vram 12GiB
-      ggufmoe inspect model.gguf --json
+      ggufmoe inspect model.gguf --check --json
     """
-    found = [_inspect(path, context, kv_type) for path in models]
+    found = [_inspect(path, context, kv_type, check) for path in models]
     for each in found:
         for warning in each.warnings:
             click.echo(f"Warning: {_one_line(str(each.path))}: {_one_line(warning, 500)}", err=True)
     if as_json:
         print_json(_to_json(found, kv_type, vram))
-        return
-    for each in found:
-        _print_model(each, kv_type)
-    if len(found) > 1:
-        _print_comparison(found, vram)
+    else:
+        for each in found:
+            _print_model(each, kv_type)
+        if len(found) > 1:
+            _print_comparison(found, vram)
+    ctx.exit(1 if any(each.bad_blocks for each in found) else 0)
 
 
-def _inspect(path: Path, context: int | None, kv_type: str) -> _Inspected:
+def _inspect(path: Path, context: int | None, kv_type: str, check: bool) -> _Inspected:
     model = open_model(path)
     if model.architecture and not model.has_old_expert_layout and _claims_experts(model):
         check_moe(model)  # experts that we do not recognise must not pass for a dense model
     n_ctx = context or min(DEFAULT_CONTEXT, model.get("context_length", 0) or DEFAULT_CONTEXT)
     memory = context_memory(model, n_ctx, kv_type)
-    return _Inspected(path, model, model_sizes(model), n_ctx, memory, tuple(_warnings(model)))
+    warnings = _warnings(model)
+    bad = tuple(_check_weights(model)) if check else None
+    warnings += [
+        f"layer {blocks.layer}, {blocks.projection}"
+        + ("" if blocks.expert is None else f", expert {blocks.expert}")
+        + f": {blocks.n_bad_blocks} blocks hold no numbers"
+        for blocks in bad or ()
+    ]
+    return _Inspected(path, model, model_sizes(model), n_ctx, memory, tuple(warnings), bad)
+
+
+def _check_weights(model: Model) -> list[BadBlocks]:
+    from ..gguf.badblocks import find_bad_blocks  # it brings NumPy, which nothing else here needs
+
+    return find_bad_blocks(model)
 
 
 def _claims_experts(model: Model) -> bool:
@@ -178,6 +212,7 @@ def _model_json(each: _Inspected, kv_type: str) -> dict[str, Any]:
             "state_bytes": memory.state_bytes if memory else None,
         },
         "warnings": list(each.warnings),
+        "bad_blocks": None if each.bad_blocks is None else [asdict(blocks) for blocks in each.bad_blocks],
     }
 
 

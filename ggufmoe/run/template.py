@@ -53,6 +53,7 @@ def render_chat(template: str, messages: Sequence[Message], *, bos: str, eos: st
         raise FormatError(
             f"The model's chat template does not accept this conversation{_line(error)}: {reason}", hint=HINT
         ) from error
+    return text
 
 
 def _environment() -> Any:

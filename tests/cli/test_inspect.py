@@ -264,3 +264,26 @@ def test_importing_the_command_does_not_import_numpy() -> None:
     code = "import sys, ggufmoe.cli.inspect; print('numpy' in sys.modules)"
     run_ = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run_.stdout.strip() == "False"
+
+
+def test_check_names_the_expert_whose_weights_are_no_numbers(tmp_path: Path) -> None:
+    """The fp16 scale of one Q8_0 block set to NaN: layer 1, down, expert 1 (B7)."""
+
+    def damaged(tensors: list[RawTensor]) -> list[RawTensor]:
+        return [
+            tensor.patched(len(tensor.data) // 8, b"\x00\x7e")
+            if tensor.name == "blk.1.ffn_down_exps.weight"
+            else tensor
+            for tensor in tensors
+        ]
+
+    good = write_tiny_model(tmp_path / "good.gguf", "qwen3moe")
+    bad = rewrite(good, tmp_path / "bad.gguf", tensors=damaged)
+    result = CliRunner().invoke(inspect, [str(bad), "--check", "--json"])
+    assert result.exit_code == 1
+    (model,) = json.loads(result.stdout)["models"]
+    (found,) = model["bad_blocks"]
+    assert (found["layer"], found["projection"], found["expert"], found["n_bad_blocks"]) == (1, "down", 1, 1)
+    assert "layer 1, down, expert 1: 1 blocks hold no numbers" in result.stderr
+    assert CliRunner().invoke(inspect, [str(good), "--check"]).exit_code == 0
+    assert json.loads(CliRunner().invoke(inspect, [str(bad), "--json"]).stdout)["models"][0]["bad_blocks"] is None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 HOST = "127.0.0.1"
 START_LIMIT_S = 20.0
-HELLO_REQUEST_BYTES = 1 + 8 + 24
+HELLO_REQUEST = struct.pack("<BQ", 14, 24) + bytes(24)  # RPC_CMD_HELLO, size, no capabilities
 
 
 def free_port() -> int:
@@ -50,10 +50,11 @@ class RpcServer:
 
 
 @contextmanager
-def running_rpc_server() -> Iterator[RpcServer]:
+def running_rpc_server(*, host: str = HOST) -> Iterator[RpcServer]:
     """A server that accepts connections; killed at the end, whatever became of it."""
     port = free_port()
-    command = [sys.executable, "-m", "ggufmoe", "rpc-server", "--port", str(port), "--threads", "1"]
+    command = [sys.executable, "-m", "ggufmoe", "rpc-server", "--host", host, "--port", str(port)]
+    command += ["--threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         server = RpcServer(process, port)
@@ -114,12 +115,12 @@ def says_nothing(connection: socket.socket) -> None:
 
 
 def hangs_up(connection: socket.socket) -> None:
-    connection.recv(HELLO_REQUEST_BYTES)
+    connection.recv(len(HELLO_REQUEST))
     connection.shutdown(socket.SHUT_RDWR)
 
 
 def speaks_http(connection: socket.socket) -> None:
-    connection.recv(HELLO_REQUEST_BYTES)
+    connection.recv(len(HELLO_REQUEST))
     connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
     connection.shutdown(socket.SHUT_RDWR)
 
@@ -143,7 +144,7 @@ def of_version(major: int, minor: int) -> Callable[[socket.socket], None]:
     """Says HELLO in that version, and nothing else."""
 
     def answer(connection: socket.socket) -> None:
-        connection.recv(HELLO_REQUEST_BYTES)
+        connection.recv(len(HELLO_REQUEST))
         connection.sendall(hello(major, minor))
 
     return answer
@@ -151,9 +152,52 @@ def of_version(major: int, minor: int) -> Callable[[socket.socket], None]:
 
 def trickles(connection: socket.socket) -> None:
     """The right answer, but a byte every two seconds: never silent for long, and never done."""
-    connection.recv(HELLO_REQUEST_BYTES)
+    connection.recv(len(HELLO_REQUEST))
     for byte in hello(7, 0):
         connection.sendall(bytes([byte]))
         time.sleep(2)
 
 
+@contextmanager
+def proxy(server: RpcServer, *, n_connections: int = 10**9, n_bytes: int = 10**12) -> Iterator[str]:
+    """The address of what passes everything on to ``server`` and back, and fails at one point.
+
+    It is silent on every connection after the first ``n_connections``, and hangs up on all of them when the
+    client has sent ``n_bytes`` together.
+    """
+    lock = threading.Lock()
+    ends: list[socket.socket] = []
+    n_seen = n_sent = 0
+
+    def answer(connection: socket.socket) -> None:
+        nonlocal n_seen
+        with lock:
+            n_seen += 1
+            if n_seen > n_connections:
+                return
+        with socket.create_connection((HOST, server.port)) as upstream:
+            ends.extend((connection, upstream))
+            for end in (connection, upstream):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=_quietly, args=(lambda end: back(upstream, end), connection)).start()
+            while data := connection.recv(65536):
+                there(data, upstream)
+            upstream.shutdown(socket.SHUT_WR)
+
+    def there(data: bytes, upstream: socket.socket) -> None:
+        nonlocal n_sent
+        with lock:
+            n_sent += len(data)
+            if n_sent > n_bytes:
+                for end in ends:
+                    with suppress(OSError):
+                        end.shutdown(socket.SHUT_RDWR)
+        upstream.sendall(data)
+
+    def back(upstream: socket.socket, connection: socket.socket) -> None:
+        while data := upstream.recv(65536):
+            connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+
+    with listener(answer) as endpoint:
+        yield endpoint

@@ -14,8 +14,11 @@ from .output import error_text, one_line, print_json
 
 # command -> module of ggufmoe.cli that defines it under that name; loaded when asked for, so that --help is quick
 COMMANDS = {
+    "blocks": "blocks",
     "chat": "chat",
+    "convert": "convert",
     "devices": "devices",
+    "export": "export",
     "inspect": "inspect",
     "rpc-server": "devices",
     "run": "run",

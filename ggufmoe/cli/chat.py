@@ -71,9 +71,9 @@ def chat(model: Path, system: str | None, max_tokens: int, **values: Any) -> Non
 
 def _read_line() -> str | None:
     """The user's next message; None at the end of input."""
-    if sys.stdin.isatty():
-        click.echo(">>> ", nl=False)
     try:
+        if sys.stdin.isatty():
+            click.echo(">>> ", nl=False)
         raw = sys.stdin.buffer.readline()
     except KeyboardInterrupt:
         if not sys.stdin.isatty():

@@ -15,7 +15,7 @@ def session_facts(session: Session) -> dict[str, Any]:
     timings, traffic = session.timings, session.executor.traffic
     facts: dict[str, Any] = {
         "prompt_tokens": timings.prompt_tokens if timings else 0,
-        "answer_tokens": timings.answer_tokens + 1 if timings and timings.decode_s else 0,
+        "answer_tokens": timings.answer_tokens if timings else 0,
         "prefill_tokens_per_s": timings.prefill_rate if timings else None,
         "decode_tokens_per_s": timings.decode_rate if timings else None,
         "decode_hit_rate": session.hit_rate,
@@ -44,7 +44,7 @@ def closing_line(session: Session) -> str:
     if timings:
         parts.append(_rate(timings.prompt_tokens, "prompt tokens", timings.prefill_rate))
         if timings.answer_tokens:
-            parts.append(_rate(timings.answer_tokens, "decoded", timings.decode_rate))
+            parts.append(_rate(timings.answer_tokens, "answer tokens", timings.decode_rate))
     if session.hit_rate is not None and any(use.n_resident for use in session.slot_use()):
         parts.append(f"hit rate {session.hit_rate:.0%}")
     for use in session.slot_use():

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ class BadBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockFormat:
+class BlockFormat:
     """Where a block keeps what must be finite: ``(offset, mask)`` in little-endian units of ``unit_bytes``.
 
     The value is not finite if all bits of the mask (the exponent) are set.
@@ -57,17 +57,17 @@ class _BlockFormat:
     offsets: tuple[int, ...] = (0,)
 
 
-def _half(n_bytes: int, *offsets: int) -> _BlockFormat:
-    return _BlockFormat(n_bytes, 2, 0x7C00, offsets or (0,))
+def _half(n_bytes: int, *offsets: int) -> BlockFormat:
+    return BlockFormat(n_bytes, 2, 0x7C00, offsets or (0,))
 
 
 # Source: block_* in ggml/src/ggml-common.h; the names are ggml's. IQ1_M scatters its scale over four words
 # and NVFP4 has scales of its own kind: those, and types yet to come, are reported as not checked.
 FORMATS = {
-    "f32": _BlockFormat(4, 4, 0x7F800000),
+    "f32": BlockFormat(4, 4, 0x7F800000),
     "f16": _half(2),
-    "bf16": _BlockFormat(2, 2, 0x7F80),
-    "mxfp4": _BlockFormat(17, 1, 0xFF),  # E8M0: 255 is NaN
+    "bf16": BlockFormat(2, 2, 0x7F80),
+    "mxfp4": BlockFormat(17, 1, 0xFF),  # E8M0: 255 is NaN
     "q4_0": _half(18),
     "q4_1": _half(20, 0, 2),
     "q5_0": _half(22),
@@ -127,13 +127,14 @@ def _bad_in(model: Model, tensor: TensorInfo) -> Iterator[BadBlocks]:
     part_bytes = tensor.n_bytes // n_part
     for part in range(n_part):
         n_bad = sum(
-            _count_bad(chunk, block)
+            count_bad(chunk, block)
             for chunk in _chunks(
                 model.paths[tensor.shard], tensor.offset + part * part_bytes, part_bytes, block
             )
         )
         if n_bad:
-            yield BadBlocks(layer, projection, part if known else None, n_bad, tensor.name)
+            expert = _original(model, tensor.name, part) if known else None
+            yield BadBlocks(layer, projection, expert, n_bad, tensor.name)
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -151,7 +152,16 @@ def _n_expert(model: Model, layer: int) -> int:
     return next((bank.n_expert for bank in model.banks if bank.layer == layer and bank.name == "exps"), 0)
 
 
-def _chunks(path: Path, offset: int, n_bytes: int, block: _BlockFormat) -> Iterator[Bytes]:
+def _original(model: Model, name: str, position: int) -> int:
+    """The original number of the expert whose part of a tensor is at ``position``."""
+    match = EXPERT_NAME.fullmatch(name) or ROUTER_NAME.fullmatch(name)
+    assert match is not None
+    bank = match["bank"] if "bank" in match.groupdict() else "exps"
+    found = next((b for b in model.banks if (b.layer, b.name) == (int(match["layer"]), bank)), None)
+    return found.original(position) if found else position
+
+
+def _chunks(path: Path, offset: int, n_bytes: int, block: BlockFormat) -> Iterator[Bytes]:
     """The bytes of a part in whole blocks. Read, not mapped: a file that shrinks meanwhile would kill us."""
     step = CHUNK_BYTES // block.n_bytes * block.n_bytes
     with path.open("rb", buffering=0) as file:
@@ -168,11 +178,14 @@ def _chunks(path: Path, offset: int, n_bytes: int, block: _BlockFormat) -> Itera
             yield chunk
 
 
-def _count_bad(chunk: Bytes, block: _BlockFormat) -> int:
-    blocks = chunk.reshape(-1, block.n_bytes)
-    bad = np.zeros(len(blocks), np.bool_)
+def count_bad(chunk: Bytes, block: BlockFormat) -> int:
+    """How many of the whole blocks in ``chunk`` hold no number."""
+    n_block = chunk.size // block.n_bytes
+    bad = np.zeros(n_block, np.bool_)
     for offset in block.offsets:
-        raw = np.ascontiguousarray(blocks[:, offset : offset + block.unit_bytes])
-        value = raw.view(f"<u{block.unit_bytes}")[:, 0]
+        # one strided look at what must be finite: the rest of the blocks is not touched
+        value: NDArray[np.unsignedinteger[Any]] = np.ndarray(
+            (n_block,), f"<u{block.unit_bytes}", chunk, offset, (block.n_bytes,)
+        )
         bad |= (value & block.mask) == block.mask
     return int(np.count_nonzero(bad))

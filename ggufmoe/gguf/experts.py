@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from ..errors import FormatError
+
+T = TypeVar("T")
+BankKey = tuple[int, str]  # layer, name of the bank
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,10 @@ class ExpertBank:
 
     ``weights`` are the stacked matrices ``(n_in, n_out, n_expert)`` by projection; ``extras`` the small
     per-expert biases and scales.
+
+    An expert has two numbers where a conversion has reordered the file: its *position* in the tensors, which
+    the router's ids and ``expert_span`` mean, and its *original* number, which users see and rules, plans,
+    profiles and reports mean. ``order`` has the original number at each position; empty: they are the same.
     """
 
     layer: int
@@ -49,6 +57,26 @@ class ExpertBank:
     n_expert: int
     weights: dict[str, TensorInfo]
     extras: tuple[TensorInfo, ...]
+    order: tuple[int, ...] = ()
+
+    @property
+    def experts(self) -> Sequence[int]:
+        """The original numbers of all experts, in the order of the file."""
+        return self.order or range(self.n_expert)
+
+    def original(self, position: int) -> int:
+        return self.order[position] if self.order else position
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {expert: position for position, expert in enumerate(self.order)}
+
+    def position(self, expert: int) -> int:
+        return self._positions[expert] if self.order else expert
+
+    def by_original(self, values: Sequence[T]) -> list[T]:
+        """Values by position (routing counts, for example) as values by original number."""
+        return [values[self.position(expert)] for expert in range(self.n_expert)]
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -78,27 +106,39 @@ def stacked_ne(name: str, ne: tuple[int, ...]) -> tuple[int, ...]:
     return (*ne, 1) if match and match["part"] == "weight" and len(ne) == 2 else ne
 
 
-def find_banks(tensors: Iterable[TensorInfo]) -> tuple[ExpertBank, ...]:
-    """The expert banks of a model, in order of their layers.
+def find_banks(
+    tensors: Iterable[TensorInfo], orders: Mapping[BankKey, tuple[int, ...]] | None = None
+) -> tuple[ExpertBank, ...]:
+    """The expert banks of a model, in order of their layers; ``orders`` are those that were reordered.
 
-    Raises: FormatError if the tensors of one bank disagree on the number of experts, or a bank has no matrix.
+    Raises: FormatError if the tensors of one bank disagree on the number of experts, a bank has no matrix, or
+    an order is no permutation of its experts.
     """
     found: dict[tuple[int, str], list[tuple[re.Match[str], TensorInfo]]] = defaultdict(list)
     for tensor in tensors:
         match = EXPERT_NAME.fullmatch(tensor.name)
         if match:
             found[int(match["layer"]), match["bank"]].append((match, tensor))
-    return tuple(_bank(layer, name, members) for (layer, name), members in sorted(found.items()))
+    banks = []
+    for (layer, name), members in sorted(found.items()):
+        order = (orders or {}).get((layer, name), ())
+        bank = _bank(layer, name, members, order)
+        if order and sorted(order) != list(range(bank.n_expert)):
+            raise FormatError(f"the stored order of the experts of layer {layer} is no permutation of them")
+        banks.append(bank)
+    return tuple(banks)
 
 
-def _bank(layer: int, name: str, members: list[tuple[re.Match[str], TensorInfo]]) -> ExpertBank:
+def _bank(
+    layer: int, name: str, members: list[tuple[re.Match[str], TensorInfo]], order: tuple[int, ...]
+) -> ExpertBank:
     weights = {match["projection"]: tensor for match, tensor in members if match["part"] == "weight"}
     counts = {tensor.ne[2] if len(tensor.ne) == 3 else 0 for tensor in weights.values()}
     if len(counts) != 1 or 0 in counts:
         stated = ", ".join(f"{tensor.name} {tensor.ne}" for tensor in weights.values()) or "no matrix at all"
         raise FormatError(f"the experts of layer {layer} do not agree on their number: {stated}")
     extras = tuple(tensor for match, tensor in members if match["part"] != "weight")
-    return ExpertBank(layer, name, counts.pop(), weights, extras)
+    return ExpertBank(layer, name, counts.pop(), weights, extras, order)
 
 
 def expert_span(tensor: TensorInfo, expert: int) -> slice:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import FormatError
 from ..native.metadata import MAX_HEADER_BYTES, Header, read_header, read_start
+from .blocks import ARCHITECTURE, BlockFile, read_block_file, starts_as_block_file
 from .ollama_dialect import with_llama_cpp_types
 from .scanner import scan_header
 
@@ -45,10 +46,14 @@ UNCLEAR = re.compile(r"failed to read|string length|of type 4 \(")
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """The header of one file. ``renumbered`` are the tensors whose type was written in Ollama's numbering."""
+    """The header of one file. ``renumbered`` are the tensors whose type was written in Ollama's numbering.
+
+    Of a block file, ``header`` is the stock table in it, as llama.cpp reads it.
+    """
 
     header: Header
     renumbered: tuple[str, ...] = ()
+    blocks: BlockFile | None = None
 
 
 def open_header(path: Path) -> FileHeader:
@@ -61,8 +66,14 @@ def open_header(path: Path) -> FileHeader:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever, a device has no end
             raise FormatError(f"{path}: not a file", hint="Give the path of a GGUF file.")
-        _check_start(path, read_start(path, START_BYTES))
-        result = _read(path, status.st_size)
+        start = read_start(path, 2 * START_BYTES + 64)
+        _check_start(path, start)
+        if starts_as_block_file(start):
+            result = _read_blocks(path, status.st_size)
+        else:
+            result = _read(path, status.st_size)
+            if result.header.metadata.get("general.architecture") == ARCHITECTURE:
+                result = _read_blocks(path, status.st_size)
     except OSError as error:
         raise FormatError(f"{path}: cannot be opened: {error.strerror or error}") from error
     _check_claims(path, result.header, status.st_size)
@@ -88,6 +99,16 @@ def _read(path: Path, n_bytes: int) -> FileHeader:
         # on one line: names in it come from the file and may hold anything
         reason = " ".join(reason.split())
         raise FormatError(f"{path}: not a GGUF file we can trust: {reason}", hint=DAMAGED_HINT) from refusal
+
+
+def _read_blocks(path: Path, n_bytes: int) -> FileHeader:
+    try:
+        found = read_block_file(path, n_bytes)
+    except FormatError as refusal:
+        reason = " ".join(str(refusal).split())
+        hint = refusal.hint or DAMAGED_HINT
+        raise FormatError(f"{path}: not a block file we can trust: {reason}", hint=hint) from refusal
+    return FileHeader(found.stock, (), found)
 
 
 def _end(data: bytes, n_bytes: int) -> str:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from ..errors import FormatError
 from ..native.metadata import Value
-from .experts import OLD_EXPERT_NAME, ExpertBank, TensorInfo, find_banks, is_expert_tensor, stacked_ne
-from .ollama_dialect import ollama_differences
+from .blocks import BlockFacts, bank_orders, bank_values
+from .experts import (
+    OLD_EXPERT_NAME,
+    BankKey,
+    ExpertBank,
+    TensorInfo,
+    find_banks,
+    is_expert_tensor,
+    stacked_ne,
+)
+from .ollama_dialect import is_extra_tensor, ollama_differences
 from .shards import existing_file, open_shards
 
 T = TypeVar("T", int, float, bool, str)
@@ -24,13 +34,23 @@ class Model:
 
     ``paths`` are its shards in order, under the names they were given by. ``metadata`` is that of the first
     shard; vocabulary arrays are not read (see ``ArrayInfo``). ``ollama_differences`` is empty, or says why
-    llama.cpp cannot run this file of Ollama's own engine.
+    llama.cpp cannot run this file of Ollama's own engine; ``renumbered`` are the tensors in Ollama's own form
+    of MXFP4.
+
+    Of a block file, all this is what llama.cpp finds in its stock table, which begins at ``stock_offset``, and
+    ``blocks`` is what else there is. ``orders`` has the original number of the expert at each position, for
+    the banks that were reordered, and ``heat`` how often each expert was chosen, by original number.
     """
 
     paths: tuple[Path, ...]
     metadata: dict[str, Value]
     tensors: tuple[TensorInfo, ...]
     ollama_differences: tuple[str, ...] = ()
+    renumbered: tuple[str, ...] = ()
+    stock_offset: int = 0
+    blocks: BlockFacts | None = None
+    orders: Mapping[BankKey, tuple[int, ...]] = field(default_factory=dict)
+    heat: Mapping[BankKey, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -49,7 +69,7 @@ class Model:
     @cached_property
     def banks(self) -> tuple[ExpertBank, ...]:
         try:
-            return find_banks(self.tensors)
+            return find_banks(self.tensors, self.orders)
         except FormatError as error:
             raise FormatError(f"{self.paths[0]}: {error}") from error
 
@@ -105,7 +125,27 @@ def open_model(path: str | Path) -> Model:
         for shard, (_, file) in enumerate(files)
         for raw in file.header.tensors
     )
-    metadata = files[0][1].header.metadata
-    renumbered = [name for _, file in files for name in file.renumbered]
+    first = files[0][1]
+    metadata = first.header.metadata
+    renumbered = tuple(name for _, file in files for name in file.renumbered)
     differences = ollama_differences(metadata, [tensor.name for tensor in tensors], renumbered)
-    return Model(tuple(file_path for file_path, _ in files), metadata, tensors, differences)
+    found = first.blocks
+    extra = found.metadata if found else metadata  # a reordered file in stock layout says so itself
+    return Model(
+        paths=tuple(file_path for file_path, _ in files),
+        metadata=metadata,
+        tensors=tensors,
+        ollama_differences=differences,
+        renumbered=renumbered,
+        stock_offset=found.stock_offset if found else 0,
+        blocks=found.facts if found else None,
+        orders=bank_orders(extra),
+        heat=bank_values(extra, "heat"),
+    )
+
+
+def without_extra_tensors(model: Model) -> Model:
+    """The model without the vision and audio parts that Ollama keeps in the same file."""
+    tensors = tuple(tensor for tensor in model.tensors if not is_extra_tensor(tensor.name))
+    differences = ollama_differences(model.metadata, [tensor.name for tensor in tensors], model.renumbered)
+    return replace(model, tensors=tensors, ollama_differences=differences)

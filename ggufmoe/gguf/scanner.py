@@ -22,18 +22,41 @@ _U32, _U64, _TYPE_AND_OFFSET = struct.Struct("<I"), struct.Struct("<Q"), struct.
 
 
 @dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """One key: its name as it is spelt, and where its record (name, type and value) lies in the header."""
+
+    name: bytes
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One entry of the tensor table: its name, its type, and where in the header the type stands."""
+    """One entry of the tensor table: its name, its type, where it begins, and where its type stands.
+
+    Name and dimensions lie between ``start`` and ``type_position``; type and offset take 12 bytes from there.
+    """
 
     name: str
     type_number: int
+    start: int
     type_position: int
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
-    """The tensor table of a header, and where the table ends."""
+class KeyScan:
+    """The keys of a header, where they end, and how many tensors the header claims."""
 
+    keys: tuple[KeyEntry, ...]
+    end: int
+    n_tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The keys and the tensor table of a header, and where the table ends."""
+
+    keys: tuple[KeyEntry, ...]
     tensors: tuple[TensorEntry, ...]
     end: int
 
@@ -44,13 +67,25 @@ def scan_header(data: bytes, *, end_of_data: str = "the file ends") -> Scan:
     Raises: FormatError that names the key or tensor at which the bytes run out or make no sense; its text
     begins with ``end_of_data``.
     """
+    found = scan_keys(data, end_of_data=end_of_data)
+    cursor = _Cursor(data, end_of_data)
+    cursor.position = found.end
+    return Scan(found.keys, tuple(_tensors(cursor, found.n_tensors)), cursor.position)
+
+
+def scan_keys(data: bytes, *, end_of_data: str = "the file ends") -> KeyScan:
+    """The first half of ``scan_header``: the keys, and nothing of the tensor table."""
     cursor = _Cursor(data, end_of_data)
     cursor.skip(8, "its version")
     n_tensors, n_keys = cursor.u64("the number of tensors"), cursor.u64("the number of keys")
+    keys = []
     for number in range(n_keys):
+        start = cursor.position
         key = cursor.text(f"the name of key {number + 1} of {n_keys:,}")
+        name_end = cursor.position
         _skip_value(cursor, f"key {key!r}")
-    return Scan(tuple(_tensors(cursor, n_tensors)), cursor.position)
+        keys.append(KeyEntry(data[start + 8 : name_end], start, cursor.position))
+    return KeyScan(tuple(keys), cursor.position, n_tensors)
 
 
 class _Cursor:
@@ -117,6 +152,7 @@ def _tensors(cursor: _Cursor, count: int) -> Iterator[TensorEntry]:
     """The tensor table. A tight loop too: a file may claim a million entries, and have them."""
     data, position = cursor.data, cursor.position
     for number in range(count):
+        start = position
         try:
             (length,) = _U64.unpack_from(data, position)
             name, position = data[position + 8 : position + 8 + length], position + 8 + length
@@ -127,4 +163,4 @@ def _tensors(cursor: _Cursor, count: int) -> Iterator[TensorEntry]:
             where = f"entry {number + 1:,} of {count:,} of its tensor table"
             raise FormatError(f"{cursor.end_of_data} before the end of {where}") from error
         position = cursor.position = type_position + _TYPE_AND_OFFSET.size
-        yield TensorEntry(name.decode("utf-8", "replace"), kind, type_position)
+        yield TensorEntry(name.decode("utf-8", "replace"), kind, start, type_position)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import MemoryPlanError, UsageError
+from ..gguf.experts import BankKey as BankKey
 from ..gguf.experts import ExpertBank
 from .rules import Rule, expert_rule
-
-BankKey = tuple[int, str]  # layer, name of the bank
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ def parse_residents(text: str) -> ResidentRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``residents[layer, bank]`` lists (expert, device index) in order of their slots."""
+    """``residents[layer, bank]`` lists (original number of an expert, device index) in order of their slots."""
 
     residents: dict[BankKey, tuple[tuple[int, int], ...]]
 
@@ -62,31 +60,40 @@ def place_residents(
     request: ResidentRequest,
     rules: Sequence[Rule],
     devices: Sequence[str],
-    budget_bytes: int | None,
+    budgets: Sequence[int] | None,
 ) -> Placement:
     """Choose the first residents: those that rules name, then the first ones of every layer up to the request.
 
-    ``devices`` are the names of the slot devices; residents that no rule places are dealt to them in turn.
-    Without a request, what rules leave of ``budget_bytes`` is spread evenly over the layers.
+    ``devices`` are the names of the slot devices, ``budgets`` the bytes of slots that each may hold. Residents
+    that no rule places are dealt to the device with the most room, or in turn where there are no budgets.
+    Without a request, what rules leave of the budgets is spread evenly over the layers.
     Raises: UsageError for a rule that names a device without slots; MemoryPlanError if rules and request do not
-    fit ``budget_bytes``.
+    fit a device's budget.
     """
     ruled = [_ruled(bank, rules, devices) for bank in banks]
-    n_more = _dealt(banks, request, ruled, budget_bytes) if devices else [0] * len(banks)
-    turn = itertools.count()
+    room = list(budgets) if budgets is not None else [0] * len(devices)
+    for bank, (fixed, _) in zip(banks, ruled, strict=True):
+        for device in fixed.values():
+            room[device] -= bank.slot_bytes
+    n_more = _dealt(banks, request, ruled, sum(room)) if devices else [0] * len(banks)
     residents: dict[BankKey, tuple[tuple[int, int], ...]] = {}
     for bank, (fixed, free), n_free in zip(banks, ruled, n_more, strict=True):
-        dealt = [(expert, next(turn) % len(devices)) for expert in free[:n_free]]
+        dealt = []
+        for expert in free[:n_free]:
+            device = room.index(max(room))
+            if request == ResidentRequest() and room[device] < bank.slot_bytes:
+                break  # what fits all devices together need not fit one of them
+            room[device] -= bank.slot_bytes
+            dealt.append((expert, device))
         residents[bank.layer, bank.name] = (*fixed.items(), *dealt)
-    placement = Placement(residents)
-    needed = sum(placement.slot_bytes(banks, device) for device in range(len(devices)))
-    if budget_bytes is not None and needed > budget_bytes:
+    if budgets is not None and min(room, default=0) < 0:
+        device = room.index(min(room))
         raise MemoryPlanError(
-            f"The residents need {needed:,} bytes of slots, {budget_bytes:,} are left of the budget "
-            f"({needed - budget_bytes:,} too few).",
+            f"The residents need {budgets[device] - room[device]:,} bytes of slots on {devices[device]}, "
+            f"{budgets[device]:,} are left of the budget ({-room[device]:,} too few).",
             hint="Ask for fewer --resident-experts, or raise --vram.",
         )
-    return placement
+    return Placement(residents)
 
 
 def _ruled(
@@ -96,7 +103,7 @@ def _ruled(
     indices = {name.lower(): index for index, name in enumerate(devices)}
     fixed: dict[int, int] = {}
     free: list[int] = []
-    for expert in range(bank.n_expert):
+    for expert in bank.experts:  # in the order of the file: hottest first, if it was converted so
         rule = expert_rule(rules, bank, expert) if rules else None
         if rule is None:
             free.append(expert)
@@ -114,9 +121,9 @@ def _dealt(
     banks: Sequence[ExpertBank],
     request: ResidentRequest,
     ruled: Sequence[tuple[dict[int, int], list[int]]],
-    budget_bytes: int | None,
+    room_bytes: int,
 ) -> list[int]:
-    """How many residents each bank gets beside those that rules place."""
+    """How many residents each bank gets beside those that rules place; ``room_bytes`` is what these leave."""
     if request.count is not None or request.share is not None:
         largest = max((bank.n_expert for bank in banks), default=1)
         asked = request.of(largest) or 0
@@ -124,7 +131,6 @@ def _dealt(
         wanted = [-(-asked * bank.n_expert // largest) for bank in banks]
         return [max(n - len(fixed), 0) for n, (fixed, _) in zip(wanted, ruled, strict=True)]
     members = list(zip(banks, ruled, strict=True))
-    left = (budget_bytes or 0) - sum(bank.slot_bytes * len(fixed) for bank, (fixed, _) in members)
     everything = sum(bank.slot_bytes * len(free) for bank, (_, free) in members)
-    left = max(0, min(left, everything))
+    left = max(0, min(room_bytes, everything))
     return [len(free) * left // max(everything, 1) for _, (_, free) in members]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..gguf.blocks import block_name
 from ..gguf.experts import ExpertBank
 
 
@@ -43,11 +44,6 @@ def parse_rule(text: str) -> Rule:
 
 def first_match(rules: Sequence[Rule], name: str) -> Rule | None:
     return next((rule for rule in rules if rule.pattern.search(name)), None)
-
-
-def block_name(stack: str, expert: int) -> str:
-    """``blk.3.ffn_up_exps.weight``, 12 -> ``blk.3.ffn_up_exps.12.weight``"""
-    return f"{stack.removesuffix('.weight')}.{expert}.weight"
 
 
 def expert_rule(rules: Sequence[Rule], bank: ExpertBank, expert: int) -> Rule | None:

@@ -67,6 +67,7 @@ class _NativeThread:
 
 _lock = threading.Lock()
 _native: _NativeThread | None = None
+past_aborts: list[str] = []  # ggml's messages, with the place in its source in front
 
 
 def guarded(function: Callable[..., T], *args: Any) -> T:
@@ -102,6 +103,7 @@ def on_abort(message: bytes | None) -> None:
     """ggml's abort callback: if it returned, the process would end with SIGABRT."""
     global _native
     text = (message or b"unknown reason").decode("utf-8", "replace").strip()
+    past_aborts.append(text)
     native = _native
     call = native.current if native is not None else None
     if call is None:

@@ -81,6 +81,20 @@ class ggml_tensor(Structure):
     ]
 
 
+class ggml_type_traits(Structure):
+    """ggml/include/ggml.h"""
+
+    _fields_ = [
+        ("type_name", c_char_p),
+        ("blck_size", c_int64),
+        ("blck_size_interleave", c_int64),
+        ("type_size", c_size_t),
+        ("is_quantized", c_bool),
+        ("to_float", CFUNCTYPE(None, c_void_p, c_void_p, c_int64)),  # NULL for types that are no weights
+        ("from_float_ref", c_void_p),
+    ]
+
+
 class ggml_init_params(Structure):
     """ggml/include/ggml.h"""
 
@@ -247,6 +261,13 @@ PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ggml_type_name": (c_char_p, (c_int,)),
     "ggml_type_size": (c_size_t, (c_int,)),
     "ggml_blck_size": (c_int64, (c_int,)),
+    "ggml_row_size": (c_size_t, (c_int, c_int64)),
+    "ggml_get_type_traits": (POINTER(ggml_type_traits), (c_int,)),
+    "ggml_quantize_chunk": (
+        c_size_t,
+        (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    ),
+    "ggml_validate_row_data": (c_bool, (c_int, c_void_p, c_size_t)),
     "ggml_init": (c_void_p, (ggml_init_params,)),
     "ggml_free": (None, (c_void_p,)),
     "ggml_tensor_overhead": (c_size_t, ()),

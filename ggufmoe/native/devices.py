@@ -20,7 +20,9 @@ KINDS = {
 }
 OUR_DEVICE = "GGUFMOE"
 
-_rpc_devices: list[int] = []  # devices of RPC servers: we name them, ggml's registry need not know them
+# Devices of RPC servers by address: we name them, ggml's registry need not know them. They are described once,
+# since each question is a connection, and one to a server that was lost would wait for ever.
+_rpc_devices: dict[int, Device] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ def list_devices() -> tuple[Device, ...]:
     """Every device that slots can be put on: ggml's own, then those of the RPC servers added so far."""
     functions = ggml()
     own = (functions.ggml_backend_dev_get(i) for i in range(functions.ggml_backend_dev_count()))
-    devices = [guarded(_describe, address) for address in (*own, *_rpc_devices)]
+    devices = [*(guarded(_describe, address) for address in own), *_rpc_devices.values()]
     return tuple(device for device in devices if device.name != OUR_DEVICE)
 
 
@@ -75,8 +77,9 @@ def register_rpc_devices(endpoint: str) -> tuple[Device, ...]:
         raise NativeError(f"The RPC server {endpoint} offers no device.")
     count = functions.ggml_backend_reg_dev_count(registry)
     addresses = [functions.ggml_backend_reg_dev_get(registry, i) for i in range(count)]
-    _rpc_devices.extend(address for address in addresses if address not in _rpc_devices)
-    return tuple(guarded(_describe, address) for address in addresses)
+    for address in addresses:
+        _rpc_devices[address] = guarded(_describe, address)
+    return tuple(_rpc_devices[address] for address in addresses)
 
 
 def _describe(address: int) -> Device:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +36,33 @@ log = logging.getLogger(__name__)
 
 COLD = -1
 _DEVICE_SHIFT = 20  # a place is device << 20 | slot
+_SLOT_MASK = (1 << _DEVICE_SHIFT) - 1
 _MAX_KEPT_SPLITS = 4096
 # Pairs per launch on a slot device: bounds its arena. The CPU takes all at once, to read each expert once.
 _MAX_PAIRS = 1024
+
+
+def place_of(device: int, slot: int) -> int:
+    """A slot of a device as one number."""
+    return device << _DEVICE_SHIFT | slot
+
+
+class Mover(Protocol):
+    """Moves the experts of one bank between steps (``ggufmoe.run.residency``)."""
+
+    done: deque[tuple[int, int, bool]]
+
+    def arrive(self) -> None:
+        """Let steps see what was uploaded since the last turn."""
+
+    def route(self, chosen: Sequence[int]) -> None:
+        """The router chose these distinct experts for one token; what is under way may still read them."""
+
+    def route_batch(self, ids: NDArray[np.int32]) -> None:
+        """The router's choice for several tokens, ``(n_tokens, k)``."""
+
+    def computed_cold(self, seconds: float, n_pairs: int) -> None:
+        """The CPU took this long for ``n_pairs`` cold pairs of one token."""
 
 
 @dataclass
@@ -52,6 +78,7 @@ class Residents:
     places: list[int] = field(default_factory=list)
     decode_counts: list[int] = field(default_factory=list)
     prefill_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    mover: Mover | None = None
 
     def __post_init__(self) -> None:
         self.places = [COLD] * self.n_expert
@@ -61,8 +88,23 @@ class Residents:
 
     def put(self, expert: int, device: int, slot: int, sources: Mapping[str, int]) -> None:
         """Make ``expert`` resident: upload it, and only then let steps see it there."""
-        self.slots[device].upload(slot, sources)
-        self.places[expert] = self.place_array[expert] = device << _DEVICE_SHIFT | slot
+        place = place_of(device, slot)
+        self.fill(place, sources)
+        self.show(expert, place)
+
+    def fill(self, place: int, sources: Mapping[str, int]) -> None:
+        """Copy an expert to a place that no step can read now."""
+        self.slots[place >> _DEVICE_SHIFT].upload(place & _SLOT_MASK, sources)
+
+    def show(self, expert: int, place: int) -> None:
+        """From the next step on, ``expert`` is resident at ``place``."""
+        self.places[expert] = self.place_array[expert] = place
+
+    def hide(self, expert: int) -> int:
+        """From the next step on, ``expert`` is cold. Returns: the place that it leaves."""
+        place = self.places[expert]
+        self.places[expert] = self.place_array[expert] = COLD
+        return place
 
 
 @dataclass
@@ -109,6 +151,9 @@ class Executor:
         self.traffic = Traffic()
         self.decoding = False
         self.error: Exception | None = None
+        self.weights: dict[
+            str, int
+        ] = {}  # where llama.cpp has the bytes of every expert matrix it asked us for
         self._cpu = cpu
         self._devices = list(devices)
         self._cold_graphs = GraphSet(cpu)
@@ -137,6 +182,9 @@ class Executor:
             graphs.close()
         self._splits.clear()
 
+    def claim(self, name: str, tensor: int) -> None:
+        self.weights[name] = c.ggml_tensor.from_address(tensor).data
+
     def compute(self, graph: int) -> int:
         """Compute one split of llama.cpp's graph. Returns: a ggml status; the reason is in ``error``."""
         try:
@@ -146,6 +194,8 @@ class Executor:
             for part in parts:
                 if isinstance(part, int):
                     status = self._whole.compute(part)
+                elif part.n_tokens == 0:
+                    continue  # the last layer, where no token of the batch needs logits
                 elif part.n_tokens == 1:
                     status = self._run_token(part, whole)
                 else:
@@ -182,6 +232,9 @@ class Executor:
         if residents is None:
             return self._run_cold(work, graph)
         places = residents.places
+        mover = residents.mover if work.counts else None
+        if mover is not None and mover.done:
+            mover.arrive()
         chosen = work.token_ids[:]
         if min(chosen) < 0:
             raise NativeError(f"the router chose expert {min(chosen)}")
@@ -192,6 +245,8 @@ class Executor:
         if work.counts:
             self._count_token(residents, chosen, len(resident))
         if not resident:
+            if mover is not None:
+                mover.route(list(dict.fromkeys(chosen)))
             return self._run_cold(work, graph)
         if len(set(chosen)) < work.k:  # GroveMoE's chexps: kernels may not expect an expert twice for a token
             return self._run_batch(work, graph, count=False)
@@ -199,6 +254,8 @@ class Executor:
         launches = []
         for device, positions in self._by_device(places, chosen, resident):
             launches.append((device, positions, self._launch_token(work, device, positions, chosen)))
+        if mover is not None:
+            mover.route(chosen)  # what it uploads goes on its way while the CPU computes
         status: int = c.GGML_STATUS_SUCCESS
         if cold:
             n_x = 1 if work.n_x == 1 else len(cold)
@@ -206,7 +263,10 @@ class Executor:
             built.x_tensor.data = self._x_rows(work, cold, COLD)
             ids = (ctypes.c_int32 * len(cold)).from_address(c.ggml_tensor.from_address(built.ids).data)
             ids[:] = [chosen[position] for position in cold]
+            started = time.perf_counter()
             status = self._compute_cpu(self._cpu.address, built.graph)
+            if mover is not None:
+                mover.computed_cold(time.perf_counter() - started, len(cold))
         for device, _, _ in launches:
             self._sync(self._devices[device].address)
         # every part has read x: now dst may be written
@@ -255,7 +315,7 @@ class Executor:
         built = self._slot_graphs[device].get(
             work.chain, work.slot_weights[device], work.n_in, n_x, len(positions), 1
         )
-        built.ids_host[:] = [places[chosen[position]] & (1 << _DEVICE_SHIFT) - 1 for position in positions]
+        built.ids_host[:] = [places[chosen[position]] & _SLOT_MASK for position in positions]
         self._set(backend, built.x, self._x_rows(work, positions, device), 0, n_x * work.x_row_bytes)
         self._set(backend, built.ids, built.ids_host_address, 0, 4 * len(positions))
         status = self._launch(backend, built.graph)
@@ -282,7 +342,12 @@ class Executor:
         ids = _view(work.ids, shape, work.ids_strides, np.int32).ravel()
         if ids.min() < 0 or ids.max() >= residents.n_expert:
             raise NativeError(f"the router chose experts {ids.min()} to {ids.max()} of {residents.n_expert}")
+        mover = residents.mover if work.counts else None
+        if mover is not None and mover.done:
+            mover.arrive()
         places = residents.place_array[ids]
+        if mover is not None:
+            mover.route_batch(ids.reshape(shape))
         cold = np.flatnonzero(places < 0)
         if count and work.counts:
             self._count_batch(residents, ids, ids.size - cold.size)
@@ -297,7 +362,7 @@ class Executor:
             pairs = np.flatnonzero((places >= 0) & (places >> _DEVICE_SHIFT == device))
             for start in range(0, pairs.size, _MAX_PAIRS):
                 part = pairs[start : start + _MAX_PAIRS]
-                slots = places[part] & ((1 << _DEVICE_SHIFT) - 1)
+                slots = places[part] & _SLOT_MASK
                 sent.append(_gather(x, part, work))
                 results.append((part, self._launch_batch(work, device, sent[-1], slots)))
                 used.add(device)

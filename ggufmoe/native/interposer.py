@@ -32,6 +32,9 @@ EXPERT_WEIGHT = re.compile(rb"blk\.(\d+)\.ffn_(gate_up|gate|up|down)_(exps|chexp
 class Computer(Protocol):
     """What computes the nodes that the scheduler gives to one session."""
 
+    def claim(self, name: str, tensor: int) -> None:
+        """The scheduler has asked for the expert matrix called ``name``; it is ``tensor``, by address."""
+
     def compute(self, graph: int) -> int:
         """Compute the split ``graph`` (a ``ggml_cgraph``). Returns: a ggml status. Must not raise."""
 
@@ -44,6 +47,7 @@ class _Bound:
         self.backend = c.ggml_backend()
         self._guid = (ctypes.c_uint8 * 16)(*b"ggufmoe expert()")
         self._claimed: dict[int, bool] = {}
+        self._computer = computer
         self.freed = False
         self._matmul, self._glu = op_number("MUL_MAT_ID"), op_number("GLU")
         self._keep = [
@@ -61,6 +65,7 @@ class _Bound:
         self.backend.device = ctypes.addressof(self.device)
 
     def _free(self, _backend: int) -> None:
+        self._computer = None
         self.freed = True  # not deleted here, while C still runs in one of our callbacks
 
     def _supports_op(self, _device: int, address: int) -> bool:
@@ -79,6 +84,8 @@ class _Bound:
         if claimed is None:
             name = c.ggml_tensor.from_address(weight).name
             claimed = self._claimed[weight] = EXPERT_WEIGHT.fullmatch(name) is not None
+            if claimed and self._computer is not None:
+                self._computer.claim(name.decode(), weight)
         return claimed
 
     def _is_from_expert(self, address: int) -> bool:

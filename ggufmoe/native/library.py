@@ -108,11 +108,14 @@ def require_rpc() -> Any:
 # llama.cpp's log ---------------------------------------------------------------------------------------
 
 _complaints: deque[tuple[int, str]] = deque(maxlen=50)
+_transcripts: list[list[bytes]] = []  # of those who read what llama.cpp says
 _hooks: list[Any] = []  # callbacks must outlive every call of the library
 
 
 def _on_log(level: int, text: int | bytes | None, _user_data: int | None) -> None:
     raw = ctypes.string_at(text) if isinstance(text, int) else text or b""
+    for transcript in _transcripts:
+        transcript.append(raw)
     line = raw.decode("utf-8", "replace").strip()
     if line and level in (c.GGML_LOG_LEVEL_WARN, c.GGML_LOG_LEVEL_ERROR):
         _complaints.append((level, line))
@@ -135,6 +138,17 @@ def collected_complaints() -> Iterator[Callable[[], str]]:
         return reason if reason and " " not in function else lines[0]
 
     yield cause
+
+
+@contextmanager
+def collected_log() -> Iterator[Callable[[], str]]:
+    """All that llama.cpp logs inside the block, as it was put together; the yielded function returns it."""
+    transcript: list[bytes] = []
+    _transcripts.append(transcript)
+    try:
+        yield lambda: b"".join(transcript).decode("utf-8", "replace")
+    finally:
+        _transcripts.remove(transcript)
 
 
 def _install_hooks(functions: Any) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..errors import NativeError
 from . import declarations as c
 from .aborts import guarded
+from .cfile import c_file
 from .devices import Device
 from .library import collected_complaints, ggml, llama_cpp
 
@@ -41,10 +42,18 @@ class LoadPlan:
 
 
 class LlamaModel:
-    """A loaded model. Freed by ``close``; contexts must be closed before it."""
+    """A loaded model. Freed by ``close``; contexts must be closed before it.
+
+    ``offset`` is where in the file the GGUF begins: 0, or the stock table inside a block file.
+    """
 
     def __init__(
-        self, path: Path, plan: LoadPlan, on_progress: Callable[[float], None] | None = None
+        self,
+        path: Path,
+        plan: LoadPlan,
+        on_progress: Callable[[float], None] | None = None,
+        *,
+        offset: int = 0,
     ) -> None:
         module = llama_cpp()
         ggml()
@@ -67,7 +76,7 @@ class LlamaModel:
         params.progress_callback = progress
         self._keep = (devices, overrides, progress)
         with collected_complaints() as cause:
-            self.address: int | None = guarded(module.llama_model_load_from_file, os.fsencode(path), params)
+            self.address: int | None = guarded(_load, path, offset, params)
         if not self.address:
             raise NativeError(f"{path}: llama.cpp cannot load it: {cause()}")
         self.vocab = module.llama_model_get_vocab(self.address)
@@ -125,6 +134,15 @@ class LlamaModel:
         """The model's own chat template (Jinja), if it has one."""
         raw = llama_cpp().llama_model_chat_template(self.address, None)
         return raw.decode("utf-8", "replace") if raw else None
+
+
+def _load(path: Path, offset: int, params: Any) -> int | None:
+    module = llama_cpp()
+    if not offset:
+        return module.llama_model_load_from_file(os.fsencode(path), params)  # type: ignore[no-any-return]
+    # llama.cpp reads, and maps, a GGUF from where the FILE stands; it needs the FILE only while it loads
+    with c_file(path, offset) as file:
+        return module.llama_model_load_from_file_ptr(file, params)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from ..errors import GgufMoeError, NativeAbort, NativeError, UsageError
 from ..gguf.checks import check_runnable
-from ..gguf.experts import ExpertBank, expert_span
 from ..gguf.model import Model, open_model
-from ..native.devices import Backend, Device, find_device, type_numbers
-from ..native.executor import Executor, Residents
+from ..moe.throttle import Throttle
+from ..native.aborts import guarded
+from ..native.devices import Backend, Device, find_device
+from ..native.executor import Executor
 from ..native.interposer import interposer
 from ..native.llama import ContextPlan, LlamaContext, LlamaModel, Sampler, Sampling
-from ..native.mapped import MappedFile
-from ..native.rpc import limit_silence
-from ..native.slots import Slots, StackShape
+from ..native.rpc import connecting, limit_silence
+from .residency import MAX_QUEUED, ResidencyEngine, Uploads
 from .setup import SessionOptions, Setup, prepare
 from .template import Message, render_chat
 from .text import TextStream
@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What the last answer took. Rates are tokens per second, None where nothing was measured."""
+    """What the last answer took. Rates are tokens per second, None where nothing was measured.
+
+    The first token of an answer comes out of the prefill: it took no decoding, and is not in the rate.
+    """
 
     prompt_tokens: int
     reused_tokens: int
@@ -46,7 +49,8 @@ class Timings:
 
     @property
     def decode_rate(self) -> float | None:
-        return self.answer_tokens / self.decode_s if self.answer_tokens and self.decode_s > 0 else None
+        decoded = self.answer_tokens - 1
+        return decoded / self.decode_s if decoded > 0 and self.decode_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +91,21 @@ class Session:
         except BaseException as error:
             self._lost = isinstance(error, NativeAbort)
             self.close()
+            if isinstance(error, NativeAbort):
+                raise self._naming_servers(error) from error
             raise
 
     def _load(self, on_progress: Callable[[float], None] | None) -> None:
         setup, options = self.setup, self.options
         # The slot backends come first: with an RPC server, they keep the one connection that all of us use.
-        self._devices = [self._open(device) for device in setup.slot_devices]
+        with connecting(*options.rpc_endpoints):
+            self._devices = [self._open(device) for device in setup.slot_devices]
         for endpoint in options.rpc_endpoints:
             limit_silence(endpoint)
-        self.llama = LlamaModel(self.model.paths[0], setup.load, on_progress)
+        self.llama = LlamaModel(self.model.paths[0], setup.load, on_progress, offset=self.model.stock_offset)
         self._closers.append(self.llama.close)
-        banks = self._fill_slots()
-        self.executor = Executor(self._open(find_device("cpu")), self._devices, banks)
+        self.engine = ResidencyEngine(self.model, setup.placement, self._devices)
+        self.executor = Executor(self._open(find_device("cpu")), self._devices, self.engine.residents)
         self._closers.append(self.executor.close)
         plan = ContextPlan(
             n_ctx=setup.n_ctx,
@@ -110,40 +117,18 @@ class Session:
         with interposer().attach(self.executor):
             self.context = LlamaContext(self.llama, plan)
         self._closers.append(self.context.close)
+        # in the reverse order of closing: the engine's thread must end before anything it reads is freed
+        self._closers.append(self.engine.close)
+        weights = None if setup.load.repack else self.executor.weights
+        guarded(self.engine.fill, weights)
+        if options.policy != "static" and self._devices:
+            throttle = Throttle(MAX_QUEUED, options.upload_share)
+            self.engine.start(options.policy, weights, Uploads(throttle, options.before_upload))
 
     def _open(self, device: Device) -> Backend:
         backend = Backend(device, n_threads=self.setup.n_threads)
         self._closers.append(backend.close)
         return backend
-
-    def _fill_slots(self) -> dict[tuple[int, str], Residents]:
-        """Make the slots and upload the first residents, straight from the model file."""
-        files = [MappedFile(path) for path in self.model.paths]
-        banks = {}
-        try:
-            for bank in self.model.banks:
-                residents = Residents(bank.n_expert)
-                members = self.setup.placement.residents[bank.layer, bank.name]
-                for index, device in enumerate(self._devices):
-                    experts = [expert for expert, place in members if place == index]
-                    if not experts:
-                        continue
-                    slots = Slots(device, stack_shapes(bank), len(experts))
-                    self._closers.append(slots.close)
-                    residents.slots[index] = slots
-                    for slot, expert in enumerate(experts):
-                        sources = {
-                            projection: files[tensor.shard].address(
-                                tensor.offset + expert_span(tensor, expert).start
-                            )
-                            for projection, tensor in bank.weights.items()
-                        }
-                        residents.put(expert, index, slot, sources)
-                banks[bank.layer, bank.name] = residents
-        finally:
-            for file in files:
-                file.close()
-        return banks
 
     # Evaluating -------------------------------------------------------------------------------------------
 
@@ -168,10 +153,7 @@ class Session:
             self.context.decode(tokens, len(self.tokens), all_logits=all_logits)
         except NativeAbort as error:
             self._lost = True
-            if not self.options.rpc_endpoints:
-                raise
-            servers = ", ".join(self.options.rpc_endpoints)
-            raise NativeAbort(f"The RPC server {servers} was lost. {error}", hint=error.hint) from error
+            raise self._naming_servers(error) from error
         except NativeError as error:
             self.reset()  # how much of the batch the cache holds is unknown
             cause, self.executor.error = self.executor.error, None
@@ -182,6 +164,13 @@ class Session:
             self.tokens = [*self.tokens, *tokens][: self.context.n_evaluated]
             raise
         self.tokens += tokens
+
+    def _naming_servers(self, error: NativeAbort) -> NativeAbort:
+        """An abort that can come from a server that was lost, with the address in front."""
+        servers = ", ".join(self.options.rpc_endpoints)
+        if not servers or servers in str(error):
+            return error
+        return NativeAbort(f"{servers}: the RPC server was lost. {error}", hint=error.hint)
 
     def _check_room(self, n_tokens: int) -> None:
         if len(self.tokens) + n_tokens > self.setup.n_ctx:
@@ -277,13 +266,13 @@ class Session:
                     break
                 decode_started = time.perf_counter()
                 self._decode([token])
-                decode_s += time.perf_counter() - decode_started
+                step_s = time.perf_counter() - decode_started
+                decode_s += step_s
+                self.engine.stepped(step_s, self.executor.traffic.decode_hits)
             yield text.finish()
         finally:
             sampler.close()
-            # the first token comes from the prefill: it took no decoding
-            decoded = max(answered - 1, 0)
-            self.timings = Timings(len(tokens) - reused, reused, prefill_s, decoded, decode_s)
+            self.timings = Timings(len(tokens) - reused, reused, prefill_s, answered, decode_s)
 
     def chat(
         self,
@@ -349,14 +338,3 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def stack_shapes(bank: ExpertBank) -> dict[str, StackShape]:
-    """The matrices of a bank as slots need them."""
-    numbers = type_numbers()
-    return {
-        projection: StackShape(
-            numbers[tensor.type_name], tensor.ne[0], tensor.ne[1], tensor.n_bytes // bank.n_expert
-        )
-        for projection, tensor in bank.weights.items()
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -12,6 +12,7 @@ from ..errors import MemoryPlanError, UsageError
 from ..gguf.experts import is_expert_tensor
 from ..gguf.model import Model
 from ..moe.kv import context_memory
+from ..moe.policies import DEFAULT_POLICY
 from ..moe.residents import Placement, ResidentRequest, place_residents
 from ..moe.rules import Rule, exact_patterns, first_match, unmatched
 from ..native.devices import Device, buffer_type, find_device, host_buffer_type, list_devices
@@ -36,6 +37,9 @@ class SessionOptions:
     ``devices`` are names of ggml devices that hold the slots, and the dense weights unless they are the CPU.
     ``vram_bytes`` is what may be used of each device. ``context`` is in tokens; 0 means as many as the model
     was trained for, None those but at most ``DEFAULT_CONTEXT``. ``rpc_endpoints`` are ``HOST:PORT``.
+    ``policy`` names who moves experts between slots (``ggufmoe.moe.policies``). ``upload_share`` fixes the share
+    of the time that may go into uploads, None lets them go on while they pay; ``before_upload`` is called in the
+    uploading thread with every expert, for measurements and tests.
     """
 
     devices: tuple[str, ...] = ()
@@ -49,6 +53,9 @@ class SessionOptions:
     n_batch: int = 2048
     n_ubatch: int = 512
     n_seq_max: int = 1
+    policy: str = DEFAULT_POLICY
+    upload_share: float | None = None
+    before_upload: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,9 @@ def prepare(model: Model, options: SessionOptions) -> Setup:
     trained = model.get("context_length", 0) or DEFAULT_CONTEXT
     n_ctx = min(trained, DEFAULT_CONTEXT) if options.context is None else options.context or trained
     _check_rules(model, options.rules)
-    budget = _slot_budget(model, options, slot_devices, n_ctx)
+    budgets = _slot_budgets(model, options, slot_devices, n_ctx)
     placement = place_residents(
-        model.banks, options.residents, options.rules, [device.name for device in slot_devices], budget
+        model.banks, options.residents, options.rules, [device.name for device in slot_devices], budgets
     )
     cold_store = choose_cold_store(model, options.cold_store, slot_devices, placement)
     llama_devices = tuple(device for device in slot_devices if not device.is_cpu)
@@ -97,8 +104,8 @@ def choose_devices(options: SessionOptions) -> tuple[Device, ...]:
     """
     offered = [device for endpoint in options.rpc_endpoints for device in add_rpc_server(endpoint)]
     if options.devices:
-        chosen = [find_device(name) for name in dict.fromkeys(name.lower() for name in options.devices)]
-        return tuple(chosen)
+        chosen = {device.address: device for device in map(find_device, options.devices)}
+        return tuple(chosen.values())
     if offered:
         return tuple(offered)
     gpus = [device for device in list_devices() if device.kind in ("gpu", "igpu") and not device.is_rpc]
@@ -118,10 +125,10 @@ def _check_rules(model: Model, rules: Sequence[Rule]) -> None:
         )
 
 
-def _slot_budget(model: Model, options: SessionOptions, devices: Sequence[Device], n_ctx: int) -> int | None:
-    """Bytes for slots on all devices together; None where only the user's own numbers count."""
-    if not devices:
-        return None
+def _slot_budgets(
+    model: Model, options: SessionOptions, devices: Sequence[Device], n_ctx: int
+) -> list[int] | None:
+    """Bytes for slots on each device; None where only the user's own numbers count."""
     budgets = []
     for device in devices:
         if options.vram_bytes is not None:
@@ -130,20 +137,21 @@ def _slot_budget(model: Model, options: SessionOptions, devices: Sequence[Device
             return None
         else:
             budgets.append(device.free_bytes)
-    total = sum(budgets)
-    gpus = [device for device in devices if not device.is_cpu]
+    gpus = [index for index, device in enumerate(devices) if not device.is_cpu]
     if not gpus:
-        return total
+        return budgets or None
     dense = sum(tensor.n_bytes for tensor in model.dense_tensors if tensor.name != "token_embd.weight")
     memory = context_memory(model, n_ctx)
-    fixed = dense + (memory.n_bytes if memory else 0) + COMPUTE_RESERVE_BYTES * len(gpus)
-    if fixed > total:
-        raise MemoryPlanError(
-            f"The dense weights, the KV cache of {n_ctx} tokens and working memory need {fixed:,} bytes, the "
-            f"budget is {total:,} ({fixed - total:,} too few).",
-            hint="Raise --vram, lower --context, or use --device cpu.",
-        )
-    return total - fixed
+    fixed = (dense + (memory.n_bytes if memory else 0)) // len(gpus) + COMPUTE_RESERVE_BYTES
+    for index in gpus:
+        if fixed > budgets[index]:
+            raise MemoryPlanError(
+                f"The dense weights, the KV cache of {n_ctx} tokens and working memory need {fixed:,} bytes of "
+                f"{devices[index].name}, the budget is {budgets[index]:,} ({fixed - budgets[index]:,} too few).",
+                hint="Raise --vram, lower --context, or use --device cpu.",
+            )
+        budgets[index] -= fixed
+    return budgets
 
 
 def choose_cold_store(model: Model, wanted: str, devices: Sequence[Device], placement: Placement) -> str:

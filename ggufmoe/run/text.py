@@ -32,10 +32,11 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._held += text
-        ends = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]
-        if ends:
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
             self.stopped = True
-            text, self._held = self._held[: min(ends)], ""
+            _, start = min(found)  # the first to be complete: any other choice would depend on the pieces
+            text, self._held = self._held[:start], ""
             return text
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

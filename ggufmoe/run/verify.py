@@ -66,7 +66,7 @@ def _stock(
     model: Model, repack: bool, n_threads: int, n_prompt: int, n_decode: int, seed: int
 ) -> tuple[NDArray[np.float32], list[int], list[int]]:
     """Logits of stock llama.cpp ``(n_prompt + n_decode, n_vocab)``, the prompt, and what it decoded greedily."""
-    llama = LlamaModel(model.paths[0], LoadPlan(repack=repack))
+    llama = LlamaModel(model.paths[0], LoadPlan(repack=repack), offset=model.stock_offset)
     try:
         prompt = passage_tokens(llama, n_prompt, seed)
         plan = ContextPlan(

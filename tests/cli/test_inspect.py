@@ -286,4 +286,7 @@ def test_check_names_the_expert_whose_weights_are_no_numbers(tmp_path: Path) -> 
     assert (found["layer"], found["projection"], found["expert"], found["n_bad_blocks"]) == (1, "down", 1, 1)
     assert "layer 1, down, expert 1: 1 blocks hold no numbers" in result.stderr
     assert CliRunner().invoke(inspect, [str(good), "--check"]).exit_code == 0
-    assert json.loads(CliRunner().invoke(inspect, [str(bad), "--json"]).stdout)["models"][0]["bad_blocks"] is None
+    assert (
+        json.loads(CliRunner().invoke(inspect, [str(bad), "--json"]).stdout)["models"][0]["bad_blocks"]
+        is None
+    )

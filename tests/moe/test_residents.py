@@ -39,7 +39,10 @@ def place(
     budget: int | None = None,
 ) -> Placement:
     asked = parse_residents(request) if isinstance(request, str) else request
-    return place_residents(banks, asked, [parse_rule(rule) for rule in rules], devices, budget)
+    """``budget`` is divided evenly between the devices."""
+    n = len(devices)
+    budgets = None if budget is None else [budget // n + (index < budget % n) for index in range(n)]
+    return place_residents(banks, asked, [parse_rule(rule) for rule in rules], devices, budgets)
 
 
 def experts(placement: Placement, layer: int, name: str = "exps") -> list[int]:
@@ -98,9 +101,9 @@ def test_the_budget_is_spread_evenly(budget: int, n: int) -> None:
 
 def test_a_request_beyond_the_budget_names_the_missing_bytes() -> None:
     assert place(request="4", budget=800).n_resident() == 8
-    with pytest.raises(MemoryPlanError, match=r"need 800 bytes of slots, 799 .* \(1 too few\)"):
+    with pytest.raises(MemoryPlanError, match=r"need 800 bytes of slots on CUDA0, 799 .* \(1 too few\)"):
         place(request="4", budget=799)
-    with pytest.raises(MemoryPlanError, match=r"need 1,600 bytes of slots, 0 .* \(1,600 too few\)"):
+    with pytest.raises(MemoryPlanError, match=r"need 1,600 bytes of slots on CUDA0, 0 .* \(1,600 too few\)"):
         place(request="all", budget=0)
 
 
@@ -122,7 +125,7 @@ def test_rules_are_charged_to_the_budget() -> None:
     placement = place(rules=rules, budget=1000)
     assert experts(placement, 0) == list(range(8))
     assert experts(placement, 1) == [0, 1]  # what the rule leaves, and no more
-    with pytest.raises(MemoryPlanError, match=r"need 800 bytes of slots, 700 .* \(100 too few\)"):
+    with pytest.raises(MemoryPlanError, match=r"need 800 bytes of slots on CUDA0, 700 .* \(100 too few\)"):
         place(rules=rules, budget=700)
     with pytest.raises(MemoryPlanError, match=r"\(100 too few\)"):
         place(request="2", rules=rules, budget=900)
@@ -195,6 +198,7 @@ def test_the_budget_is_never_exceeded_and_well_used(
     placement = place(banks, devices=devices, budget=budget)
     used = sum(placement.slot_bytes(banks, device) for device in range(n_devices))
     assert used <= budget
-    # what is left over is less than one more expert in each layer
+    # what is left over is less than one more expert in each layer, and one on each other device
     everything = sum(each.slot_bytes * each.n_expert for each in banks)
-    assert min(budget, everything) - used < sum(each.slot_bytes for each in banks) or used == everything
+    most = sum(each.slot_bytes for each in banks) + (n_devices - 1) * max(each.slot_bytes for each in banks)
+    assert min(budget, everything) - used < most * n_devices or used == everything

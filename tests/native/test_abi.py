@@ -159,7 +159,15 @@ def llama_cpp_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--quiet"]
-    command += ["--disable-pip-version-check", "--retries", "1", "--timeout", "15", "--dest", os.fspath(folder)]
+    command += [
+        "--disable-pip-version-check",
+        "--retries",
+        "1",
+        "--timeout",
+        "15",
+        "--dest",
+        os.fspath(folder),
+    ]
     command.append(f"llama-cpp-python=={SUPPORTED_LLAMA_CPP_PYTHON}")
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
@@ -214,13 +222,17 @@ def facts(llama_cpp_source: Path, compiler: str, tmp_path_factory: pytest.TempPa
     command = [compiler, "-std=c++17", "-O0", "-w", *include, "probe.cpp", "-o", "probe"]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
-    printed = subprocess.run([folder / "probe"], capture_output=True, text=True, check=True, timeout=10).stdout
+    printed = subprocess.run(
+        [folder / "probe"], capture_output=True, text=True, check=True, timeout=10
+    ).stdout
     return {" ".join(words[:2]): " ".join(words[2:]) for words in map(str.split, printed.splitlines())}
 
 
 def _rpc_internals(source: Path) -> Iterator[str]:
     """What no header of the RPC backend declares, cut out of its source."""
-    commands = re.search(r"enum rpc_cmd \{.*?\};", _text(source / "ggml/src/ggml-rpc/ggml-rpc.cpp"), re.DOTALL)
+    commands = re.search(
+        r"enum rpc_cmd \{.*?\};", _text(source / "ggml/src/ggml-rpc/ggml-rpc.cpp"), re.DOTALL
+    )
     size = re.search(r".*\bRPC_CONN_CAPS_SIZE = .*;", _text(source / "ggml/src/ggml-rpc/transport.h"))
     assert commands, "ggml-rpc.cpp has no enum rpc_cmd"
     assert size, "transport.h has no RPC_CONN_CAPS_SIZE"
@@ -246,7 +258,7 @@ def describe(declared: Any) -> str:
         return f"{describe(declared._type_)}*{declared._length_}"
     if issubclass(declared, ctypes.Structure):
         return f"s{size}"
-    if issubclass(declared, ctypes._CFuncPtr):
+    if hasattr(declared, "_restype_"):  # a CFUNCTYPE
         return f"{describe(declared._restype_)}({','.join(map(describe, declared._argtypes_))})"
     if issubclass(declared, ctypes._Pointer):
         return f"p{size}"

@@ -115,11 +115,13 @@ def test_an_abort_in_a_thread_of_ggmls_own_ends_the_waiting_call() -> None:
     """As when the thread that talks to an RPC server gives up: another thread than the caller's aborts."""
 
     def wait_for_other() -> None:
-        thread = threading.Thread(target=aborts.on_abort, args=(b"/build/ggml-rpc.cpp:93: lost",), daemon=True)
+        thread = threading.Thread(
+            target=aborts.on_abort, args=(b"/build/transport.cpp:93: lost",), daemon=True
+        )
         thread.start()
         thread.join()
 
-    with pytest.raises(NativeAbort, match=r"^llama\.cpp stopped: lost \(ggml-rpc\.cpp:93\)$"):
+    with pytest.raises(NativeAbort, match=r"^llama\.cpp stopped: lost \(transport\.cpp:93\)$"):
         guarded(wait_for_other)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from native.harness import (
+from harness import (
     CHOICES,
     N_DECODE,
     N_PROMPT,
@@ -143,6 +143,20 @@ def test_prompts_around_every_border(
     for arch in ("qwen3moe", "llama4"):
         ours, _ = placed(model_of(arch), half, evaluate, plan=plan)
         assert_same(ours, stock(model_of(arch), evaluate, plan=plan))
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "deepseek2", "llama4"])
+def test_batches_in_which_no_token_needs_logits(arch: str, model_of: Callable[[str], Path]) -> None:
+    """The last layer of all ubatches but the last then has no tokens at all."""
+    plan = replace(PLAN, n_ubatch=16)
+
+    def evaluate(context: LlamaContext) -> Logits:
+        tokens = prompt_for(context.model.n_vocab, 50)
+        context.decode(tokens, 0)
+        return context.logits()[None].copy()
+
+    ours, _ = placed(model_of(arch), half, evaluate, plan=plan)
+    assert_same(ours, stock(model_of(arch), evaluate, plan=plan))
 
 
 def test_repacked_cold_experts_equal_repacked_stock(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def test_another_llama_cpp_python_is_refused(version: str | None, monkeypatch: p
         monkeypatch.delattr(package, "__version__")
     else:
         monkeypatch.setattr(package, "__version__", version)
-    with pytest.raises(NativeError, match=rf"{version or 'unknown'} is installed.* supports 0\.3\.36") as raised:
+    with pytest.raises(
+        NativeError, match=rf"{version or 'unknown'} is installed.* supports 0\.3\.36"
+    ) as raised:
         load_again()
     assert raised.value.hint is not None and '"llama-cpp-python==0.3.36"' in raised.value.hint
 
@@ -92,7 +94,10 @@ BROKEN = {
         'raise OSError("libc.musl-x86_64.so.1: cannot open shared object file: No such file or directory")',
         "another C library",
     ),
-    "a newer version": ('__version__ = "0.3.37"', "llama-cpp-python 0.3.37 is installed; ggufmoe supports 0.3.36"),
+    "a newer version": (
+        '__version__ = "0.3.37"',
+        "llama-cpp-python 0.3.37 is installed; ggufmoe supports 0.3.36",
+    ),
     "a symbol is missing": (
         'raise AttributeError("libllama.so: undefined symbol: llama_model_quantize")',
         "undefined symbol: llama_model_quantize",
@@ -101,7 +106,10 @@ BROKEN = {
         "raise FileNotFoundError(\"Shared library with base name 'llama' not found\")",
         "Shared library with base name 'llama' not found",
     ),
-    "absent": ("raise ModuleNotFoundError(\"No module named 'llama_cpp'\")", "llama-cpp-python is not installed"),
+    "absent": (
+        "raise ModuleNotFoundError(\"No module named 'llama_cpp'\")",
+        "llama-cpp-python is not installed",
+    ),
 }
 
 
@@ -289,7 +297,12 @@ def test_a_computer_that_raises_fails_the_evaluation(
 
 @pytest.mark.parametrize(
     ("result", "on_error", "seen"),
-    [(ctypes.c_int, -1, -1), (ctypes.c_bool, False, False), (ctypes.c_void_p, None, None), (None, None, None)],
+    [
+        (ctypes.c_int, -1, -1),
+        (ctypes.c_bool, False, False),
+        (ctypes.c_void_p, None, None),
+        (None, None, None),
+    ],
 )
 def test_an_exception_in_a_callback_is_logged_and_gives_on_error(
     result: Any, on_error: Any, seen: Any, caplog: pytest.LogCaptureFixture

@@ -121,7 +121,8 @@ def test_tensors_have_ggmls_order_of_dimensions_and_offsets_into_the_data(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("stored", "ne"), [((32, 1, 1, 1), (32,)), ((1, 1), (1,)), ((32, 1, 2), (32, 1, 2)), ((32, 2, 1), (32, 2))]
+    ("stored", "ne"),
+    [((32, 1, 1, 1), (32,)), ((1, 1), (1,)), ((32, 1, 2), (32, 1, 2)), ((32, 2, 1), (32, 2))],
 )
 def test_dimensions_of_one_at_the_end_are_not_told(stored: tuple[int, ...], ne: tuple[int, ...]) -> None:
     data = gguf_header(0, tensor_record("t", stored, 0, 0), n_tensors=1) + bytes(512)

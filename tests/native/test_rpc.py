@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
@@ -20,12 +20,11 @@ from typing import Any
 
 import pytest
 import rpc_server
-from rpc_server import HELLO_REQUEST_BYTES, HOST, RpcServer, free_port, hello, listener, running_rpc_server
+from rpc_server import HELLO_REQUEST, HOST, RpcServer, free_port, hello, listener, running_rpc_server
 from tiny_models import write_tiny_model
 
 from ggufmoe.errors import NativeError, UsageError
 from ggufmoe.native import rpc
-from ggufmoe.native.declarations import RPC_PROTO_VERSION
 from ggufmoe.native.rpc import add_rpc_server, parse_endpoint
 
 PROMPT = "In the beginning"
@@ -59,7 +58,7 @@ def run(*arguments: str, timeout: float = 30) -> tuple[int, str, str]:
     return process.returncode, stdout, stderr
 
 
-def answer_command(*endpoints: str, max_tokens: int = 1500) -> list[str]:
+def answer_command(*endpoints: str, max_tokens: int = 700) -> list[str]:
     command = ["run", "demo", "-p", PROMPT, "-n", str(max_tokens), *SAME_KERNELS]
     for endpoint in endpoints:
         command += ["--rpc", endpoint]
@@ -200,32 +199,75 @@ def test_a_server_of_another_version() -> None:
         assert "speaks version 3.2 of the RPC protocol, we speak 7.0" in refusal(endpoint)
 
 
-def test_a_server_that_serves_somebody_else() -> None:
+def test_a_server_that_serves_somebody_else(server: RpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time: the others wait in the system's queue, and are told so."""
-    with running_rpc_server() as server:
-        with socket.create_connection((HOST, server.port)) as other:
-            other.sendall(struct.pack("<BQ", rpc.c.RPC_CMD_HELLO, 24) + bytes(24))
-            assert other.recv(len(hello(7, 0)))
-            assert "serves one at a time" in refusal(server.endpoint)
-        status, text, _ = run(*answer_command(server.endpoint, max_tokens=4))
-        assert status == 0 and text.strip()
+    monkeypatch.setattr(rpc, "CONNECT_TIMEOUT_S", 0.5)
+    with socket.create_connection((HOST, server.port)) as other:
+        other.sendall(HELLO_REQUEST)
+        assert other.recv(len(hello(7, 0)), socket.MSG_WAITALL) == hello(7, 0)
+        with pytest.raises(NativeError, match=f"^{server.endpoint}: no answer") as raised:
+            add_rpc_server(server.endpoint)
+        assert raised.value.hint is not None and "serves one at a time" in raised.value.hint
+    status, text, _ = run(*answer_command(server.endpoint, max_tokens=4))
+    assert status == 0 and text.strip()
 
 
-def test_a_server_that_is_silent_after_hello() -> None:
-    """Stopped, or taken by somebody else, between our first look and llama.cpp's connection."""
-    with listener(rpc_server.of_version(*RPC_PROTO_VERSION)) as endpoint:
-        refusal(endpoint)
+# Our own look at the server is the first connection. Then llama.cpp makes three: to list the devices, to describe
+# one, and the one that stays.
+@pytest.mark.parametrize("n_connections", [1, 3])
+def test_a_server_that_falls_silent_between_two_connections(n_connections: int, server: RpcServer) -> None:
+    """Stopped, or taken by somebody else, after it has answered at first."""
+    with rpc_server.proxy(server, n_connections=n_connections) as endpoint:
+        assert "the RPC server was lost" in refusal(endpoint)
 
 
-def test_a_server_that_hangs_up_after_hello() -> None:
-    def answer(connection: socket.socket) -> None:
-        connection.recv(HELLO_REQUEST_BYTES)
-        connection.sendall(hello(*RPC_PROTO_VERSION))
-        connection.recv(1)
-        connection.shutdown(socket.SHUT_RDWR)
+@pytest.mark.parametrize("n_bytes", [40, 200, 5_000, 1_000_000])
+def test_a_server_that_is_lost_while_the_model_is_loaded(n_bytes: int, server: RpcServer) -> None:
+    with rpc_server.proxy(server, n_bytes=n_bytes) as endpoint:
+        assert "the RPC server was lost" in refusal(endpoint)
 
-    with listener(answer) as endpoint:
-        refusal(endpoint)
+
+def test_a_process_goes_on_without_the_server_it_lost(server: RpcServer) -> None:
+    """As a library: sessions without RPC work on, and a new connection is refused instead of waited for."""
+    code = """
+        import os, signal, sys
+        from ggufmoe import errors
+        from ggufmoe.models import demo_model_path
+        from ggufmoe.moe.residents import parse_residents
+        from ggufmoe.native.llama import Sampling
+        from ggufmoe.run.session import Session
+        from ggufmoe.run.setup import SessionOptions
+
+        def answer(*endpoints, lose=0):
+            residents = parse_residents("25%")
+            options = SessionOptions(rpc_endpoints=endpoints, residents=residents, cold_store="mmap", threads=1)
+            with Session(demo_model_path(), options) as session:
+                for number, piece in enumerate(session.generate("In the", Sampling(temperature=0), max_tokens=9)):
+                    if lose and number == 4:
+                        os.kill(lose, signal.SIGKILL)
+                    yield piece
+
+        expected = list(answer())
+        try:
+            list(answer(sys.argv[1], lose=int(sys.argv[2])))
+        except errors.NativeAbort as error:
+            assert sys.argv[1] in str(error), error
+            assert list(answer()) == expected
+            try:
+                list(answer(sys.argv[3]))
+            except errors.NativeError as refused:
+                print(refused)
+    """
+    with running_rpc_server() as doomed:
+        arguments = [doomed.endpoint, str(doomed.process.pid), server.endpoint]
+        result = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{server.endpoint}: an RPC server was lost before")
 
 
 # The same checks in this process: they end before ggml is asked, and cost no start of a program.
@@ -254,7 +296,7 @@ def test_what_is_no_server_of_ours(
     assert "\n" not in f"{raised.value}{raised.value.hint}"
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 70, "two words"])
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 70])
 def test_a_host_that_does_not_exist(host: str) -> None:
     with pytest.raises(NativeError, match=f"^{re.escape(host)}:50052: no RPC server can be reached"):
         add_rpc_server(f"{host}:50052")
@@ -276,6 +318,8 @@ MALFORMED = [
     "http://localhost:50052",
     "[::1]:50052",
     "::1:50052",
+    "two words:50052",
+    "本地:50052",
     "local\ud800host:50052",
     "local\0host:50052",
 ]
@@ -301,3 +345,51 @@ def test_a_malformed_address_is_a_usage_error(endpoint: str) -> None:
 def test_wellformed_addresses(endpoint: str) -> None:
     host, port = parse_endpoint(endpoint)
     assert f"{host}:{port}" == endpoint
+
+
+# The server's own errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        (["--host", "203.0.113.9", "--allow-network"], 1, "203.0.113.9:{port} cannot be used for a server"),
+        (["--host", "::1"], 2, "'::1' is not an IPv4 address"),
+        (
+            ["--host", "no-such-host.invalid", "--allow-network"],
+            2,
+            "'no-such-host.invalid' is not an IPv4 address",
+        ),
+        (["--host", "0.0.0.0"], 2, "0.0.0.0 can be reached from other machines"),
+        (["--device", "nonsense"], 2, "There is no device called 'nonsense'"),
+    ],
+)
+def test_what_a_server_cannot_offer(options: list[str], status: int, says: str) -> None:
+    port = free_port()
+    result = run("rpc-server", "--port", str(port), *options)
+    assert result[:2] == (status, "")
+    [line] = result[2].strip().splitlines()
+    assert says.format(port=port) in line
+
+
+def test_a_port_that_is_taken(server: RpcServer) -> None:
+    status, stdout, stderr = run("rpc-server", "--port", str(server.port))
+    assert (status, stdout) == (1, "")
+    assert f"{server.endpoint} cannot be used for a server (Address already in use)" in stderr
+
+
+def test_a_server_on_the_name_of_this_machine() -> None:
+    with running_rpc_server(host="localhost") as server:
+        status, text, _ = run("devices", "--rpc", server.endpoint)
+    assert status == 0 and "RPC0" in text
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_ctrl_c_ends_a_server(connected: bool) -> None:
+    with running_rpc_server() as server, socket.socket() as client:
+        if connected:
+            client.connect((HOST, server.port))
+            client.sendall(HELLO_REQUEST)
+            assert client.recv(1)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=5) == -signal.SIGINT

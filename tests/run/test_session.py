@@ -43,7 +43,7 @@ def test_greedy_answer_is_stocks() -> None:
         answer = "".join(session.generate(PROMPT, GREEDY, max_tokens=40))
         assert answer == stock_answer(PROMPT, 40)
         assert session.hit_rate is not None
-        assert 0.05 < session.hit_rate < 0.6
+        assert 0.05 < session.hit_rate < 0.95
         (use,) = session.slot_use()
         assert use.n_resident == 6 * 16
         # an expert of the demo is 3 matrices of 256 x 64 in Q8_0
@@ -55,7 +55,7 @@ def test_timings_count_what_was_measured() -> None:
         list(session.generate(PROMPT, GREEDY, max_tokens=10))
         timings = session.timings
         assert timings is not None
-        assert (timings.prompt_tokens, timings.reused_tokens, timings.answer_tokens) == (5, 0, 9)
+        assert (timings.prompt_tokens, timings.reused_tokens, timings.answer_tokens) == (5, 0, 10)
         assert timings.prefill_rate is not None and timings.decode_rate is not None
         list(session.generate(PROMPT, GREEDY, max_tokens=0))
         assert session.timings is not None

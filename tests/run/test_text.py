@@ -19,8 +19,12 @@ def streamed(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> list[str]:
 
 
 def up_to_first(text: str, stop: Sequence[str]) -> str:
-    ends = [text.index(each) for each in stop if each and each in text]
-    return text[: min(ends)] if ends else text
+    """The text before the stop string that is complete first; of two that end together, the longer one."""
+    for end in range(len(text) + 1):
+        found = [each for each in stop if each and text[:end].endswith(each)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
 
 
 @st.composite
@@ -70,6 +74,12 @@ def test_a_character_waits_for_its_last_byte() -> None:
 )
 def test_bytes_that_are_no_text_show_as_replacement(pieces: list[bytes], text: str) -> None:
     assert "".join(streamed(pieces)) == text
+
+
+@pytest.mark.parametrize("pieces", [[b"baa"], [b"ba", b"a"], [b"b", b"a", b"a"]])
+def test_the_stop_string_that_is_complete_first_counts(pieces: list[bytes]) -> None:
+    assert "".join(streamed(pieces, ["baa", "a"])) == "b"
+    assert "".join(streamed(pieces, ["ba", "a"])) == ""
 
 
 def test_nothing_follows_a_stop_string() -> None:

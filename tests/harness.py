@@ -17,7 +17,7 @@ from ggufmoe.native.interposer import interposer
 from ggufmoe.native.llama import ContextPlan, LlamaContext, LlamaModel, LoadPlan
 from ggufmoe.native.mapped import MappedFile
 from ggufmoe.native.slots import Slots
-from ggufmoe.run.session import stack_shapes
+from ggufmoe.run.residency import stack_shapes
 
 Logits = NDArray[np.float32]
 # bank -> the device index of every resident expert

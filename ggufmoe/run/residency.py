@@ -1,0 +1,253 @@
+"""The residency engine: experts move into slots as the routing says, in the background.
+
+After the router of a layer has chosen, the bank's policy may admit a newcomer in place of a victim. The victim
+is cold from that moment, so no later step reads its slot, and no running one does: a policy never takes an
+expert of the running step, and every step waits for its devices before it ends. A thread uploads the
+newcomer; only when that is complete, at the bank's next turn, a step sees it as resident. Until then the CPU
+computes it where it lies. So uploads are never waited for, and change no result.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..gguf.experts import BankKey, ExpertBank, expert_span
+from ..gguf.model import Model
+from ..moe.policies import POLICIES, Admission, Policy
+from ..moe.residents import Placement
+from ..moe.throttle import Throttle
+from ..native.devices import Backend, type_numbers
+from ..native.executor import Residents, place_of
+from ..native.mapped import MappedFile
+from ..native.slots import Slots, StackShape
+
+log = logging.getLogger(__name__)
+
+# Uploads that may wait: enough to keep the link busy, few enough that they are still wanted when they come.
+MAX_QUEUED = 16
+MAX_PENDING_PER_BANK = 4
+
+Sources = Callable[[int], Mapping[str, int]]  # expert -> addresses of its matrices by projection
+
+
+class Mover:
+    """Moves the experts of one bank. All but ``done`` belongs to the thread that computes."""
+
+    def __init__(
+        self, residents: Residents, policy: Policy, free: Sequence[int], sources: Sources, uploads: Uploads
+    ) -> None:
+        self.policy = policy
+        self.done: deque[tuple[int, int, bool]] = deque()  # expert, place, whether it is there
+        self.committed: list[int] = []  # since the last step, for whoever records
+        self._residents, self._free, self._sources, self._uploads = residents, list(free), sources, uploads
+
+    def arrive(self) -> None:
+        """Let steps see what was uploaded since the last turn."""
+        while self.done:
+            expert, place, is_there = self.done.popleft()
+            if is_there:
+                self.policy.commit(expert)
+                self._residents.show(expert, place)
+                self.committed.append(expert)
+            else:
+                self.policy.abandon(expert)
+                self._free.append(place)
+
+    def route(self, chosen: Sequence[int]) -> None:
+        """The router chose these distinct experts for one token."""
+        self._limit()
+        admissions = self.policy.route(chosen)
+        if admissions:
+            self._start(admissions)
+
+    def route_batch(self, ids: NDArray[np.int32]) -> None:
+        """The router's choice for several tokens, ``(n_tokens, k)``."""
+        self._limit()
+        self._start(self.policy.route_batch(ids))
+
+    def _limit(self) -> None:
+        uploads = self._uploads
+        if self._free:
+            self.policy.max_pending = min(MAX_PENDING_PER_BANK, len(self._free))
+        elif uploads.throttle.allows(uploads.n_queued):
+            self.policy.max_pending = MAX_PENDING_PER_BANK
+        else:
+            self.policy.max_pending = 0
+
+    def _start(self, admissions: Sequence[Admission]) -> None:
+        for expert, victim in admissions:
+            place = self._free.pop() if victim is None else self._residents.hide(victim)
+            self._uploads.put(self, expert, place)
+
+    def computed_cold(self, seconds: float, n_pairs: int) -> None:
+        self._uploads.throttle.computed_cold(seconds, n_pairs)
+
+    def upload(self, expert: int, place: int) -> None:
+        """Copy an expert to its place; the uploading thread calls this."""
+        self._residents.fill(place, self._sources(expert))
+
+
+class Uploads:
+    """The thread that uploads, one expert at a time, in the order of admission."""
+
+    def __init__(self, throttle: Throttle, before_upload: Callable[[int], None] | None = None) -> None:
+        """``before_upload`` is called with every expert in the thread; tests delay and break uploads by it."""
+        self.throttle = throttle
+        self.n_started = 0  # written by the thread that computes
+        self.n_ended = 0  # written by the thread that uploads, as all that follows
+        self.n_uploaded = 0
+        self.busy_s = 0.0
+        self.error: Exception | None = None
+        self._before_upload = before_upload
+        self._queue: SimpleQueue[tuple[Mover, int, int] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ggufmoe-uploads", daemon=True)
+        self._thread.start()
+
+    @property
+    def n_queued(self) -> int:
+        """Uploads that wait or are under way."""
+        return self.n_started - self.n_ended
+
+    def put(self, mover: Mover, expert: int, place: int) -> None:
+        self.n_started += 1
+        self._queue.put((mover, expert, place))
+
+    def wait(self, seconds: float = 60.0) -> bool:
+        """Wait until nothing is queued. Returns: whether that came true in time."""
+        until = time.monotonic() + seconds
+        while self.n_queued and time.monotonic() < until:
+            time.sleep(0.001)
+        return not self.n_queued
+
+    def close(self) -> None:
+        """End the thread after the upload it is at; what waits is dropped."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            mover, expert, place = job
+            started = time.perf_counter()
+            is_there = self.error is None and self._upload(mover, expert, place)
+            seconds = time.perf_counter() - started
+            if is_there:
+                self.busy_s += seconds
+                self.n_uploaded += 1
+                self.throttle.uploaded(seconds)
+            mover.done.append((expert, place, is_there))
+            self.n_ended += 1
+
+    def _upload(self, mover: Mover, expert: int, place: int) -> bool:
+        try:
+            if self._before_upload is not None:
+                self._before_upload(expert)
+            mover.upload(expert, place)
+            return True
+        except Exception as error:
+            self.error = error
+            log.warning(
+                "Uploading experts failed (%s); the session goes on with those that are there.", error
+            )
+            return False
+
+
+class ResidencyEngine:
+    """The slots of a session, their first residents, and whoever moves in later.
+
+    ``residents`` are given to the executor when it is made; ``fill`` makes the slots once the model is loaded.
+    """
+
+    def __init__(self, model: Model, placement: Placement, devices: Sequence[Backend]) -> None:
+        self.residents: dict[BankKey, Residents] = {
+            (bank.layer, bank.name): Residents(bank.n_expert) for bank in model.banks
+        }
+        self.movers: dict[BankKey, Mover] = {}
+        self.uploads: Uploads | None = None
+        self._model, self._placement, self._devices = model, placement, devices
+        self._files: list[MappedFile] = []
+        self._last = (0, 0)  # hits and uploads up to the last token
+
+    def fill(self, weights: Mapping[str, int] | None) -> None:
+        """Make the slots and upload the first residents.
+
+        ``weights`` are the addresses of llama.cpp's own expert matrices. None: they are repacked there, so the
+        experts are taken from the model file.
+        """
+        if weights is None:
+            self._files = [MappedFile(path) for path in self._model.paths]
+        for bank in self._model.banks:
+            residents = self.residents[bank.layer, bank.name]
+            members = self._placement.residents[bank.layer, bank.name]
+            sources = self._sources(bank, weights)
+            for index, device in enumerate(self._devices):
+                experts = [bank.position(expert) for expert, place in members if place == index]
+                if experts:
+                    residents.slots[index] = Slots(device, stack_shapes(bank), len(experts))
+                for slot, expert in enumerate(experts):
+                    residents.put(expert, index, slot, sources(expert))
+
+    def start(self, policy: str, weights: Mapping[str, int] | None, uploads: Uploads) -> None:
+        """Let ``policy`` decide from now on who is resident; ``uploads`` does the copying."""
+        self.uploads = uploads
+        for bank in self._model.banks:
+            residents = self.residents[bank.layer, bank.name]
+            n_slots = sum(slots.n_slots for slots in residents.slots.values())
+            if 0 < n_slots < bank.n_expert:
+                chosen = [expert for expert, place in enumerate(residents.places) if place >= 0]
+                decider = POLICIES[policy](bank.n_expert, n_slots, chosen, max_pending=MAX_PENDING_PER_BANK)
+                taken = {residents.places[expert] for expert in chosen}
+                free = [
+                    place
+                    for device, slots in residents.slots.items()
+                    for slot in range(slots.n_slots)
+                    if (place := place_of(device, slot)) not in taken
+                ]
+                mover = Mover(residents, decider, free, self._sources(bank, weights), uploads)
+                residents.mover = self.movers[bank.layer, bank.name] = mover
+
+    def stepped(self, seconds: float, hits: int) -> None:
+        """A token was decoded; ``hits`` counts from the session's beginning."""
+        if self.uploads is not None:
+            started = self.uploads.n_started
+            self.uploads.throttle.stepped(seconds, hits - self._last[0], started - self._last[1])
+            self._last = (hits, started)
+
+    def _sources(self, bank: ExpertBank, weights: Mapping[str, int] | None) -> Sources:
+        """Where the bytes of an expert are, by its position in the file."""
+        if weights is not None:
+            bases = {name: weights.get(tensor.name, 0) for name, tensor in bank.weights.items()}
+        else:
+            bases = {
+                name: self._files[tensor.shard].address(tensor.offset)
+                for name, tensor in bank.weights.items()
+            }
+        sizes = {name: expert_span(tensor, 0).stop for name, tensor in bank.weights.items()}
+        return lambda expert: {name: base + expert * sizes[name] for name, base in bases.items()}
+
+    def close(self) -> None:
+        if self.uploads is not None:
+            self.uploads.close()
+        for residents in self.residents.values():
+            for slots in residents.slots.values():
+                slots.close()
+        for file in self._files:
+            file.close()
+
+
+def stack_shapes(bank: ExpertBank) -> dict[str, StackShape]:
+    """The matrices of a bank as slots need them."""
+    numbers = type_numbers()
+    return {
+        projection: StackShape(
+            numbers[tensor.type_name], tensor.ne[0], tensor.ne[1], tensor.n_bytes // bank.n_expert
+        )
+        for projection, tensor in bank.weights.items()
+    }

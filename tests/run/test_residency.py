@@ -1,0 +1,182 @@
+"""The residency engine: experts move while the model answers, and no bit of the answer changes."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import write_tiny_model
+
+from ggufmoe import Session, SessionOptions, parse_residents
+from ggufmoe.models import demo_model_path
+from ggufmoe.moe.policies import POLICIES
+from ggufmoe.native.llama import ContextPlan, LlamaContext, LlamaModel, LoadPlan
+
+OPTIONS = SessionOptions(
+    context=512, threads=2, cold_store="mmap", residents=parse_residents("25%"), upload_share=1.0
+)
+
+
+def drive(session: Session, tokens: list[int], prompt: int = 1) -> np.ndarray:
+    """Logits after the last tokens of ``tokens``, the first ``prompt`` of which come as one batch."""
+    session.executor.decoding = False
+    rows = [session.evaluate(tokens[:prompt]).copy()]
+    session.executor.decoding = True
+    rows += [session.evaluate([token]).copy() for token in tokens[prompt:]]
+    return np.stack(rows)
+
+
+def stock_logits(path: Path, tokens: list[int], prompt: int = 1) -> np.ndarray:
+    llama = LlamaModel(path, LoadPlan())
+    context = LlamaContext(llama, ContextPlan(n_ctx=512, n_threads=2))
+    context.decode(tokens[:prompt], 0)
+    rows = [context.logits().copy()]
+    for position, token in enumerate(tokens[prompt:], prompt):
+        context.decode([token], position)
+        rows.append(context.logits().copy())
+    context.close()
+    llama.close()
+    return np.stack(rows)
+
+
+def random_tokens(n_vocab: int, n: int) -> list[int]:
+    """Random tokens are routed all over the experts: the worst that can happen to a cache."""
+    return [int(token) for token in np.random.default_rng(7).integers(0, n_vocab, n)]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_is_exact_and_moves_experts(policy: str) -> None:
+    tokens = random_tokens(6144, 150)
+    with Session(demo_model_path(), replace(OPTIONS, policy=policy)) as session:
+        np.testing.assert_array_equal(drive(session, tokens, 40), stock_logits(demo_model_path(), tokens, 40))
+        moved = session.engine.uploads.n_uploaded if session.engine.uploads else 0
+        assert (moved > 20) == (policy != "static")
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "grovemoe", "qwen3next", "deepseek2"])
+def test_stress_tiny_slots_slow_uploads_many_steps(arch: str, tmp_path: Path) -> None:
+    """Thousands of steps (layers x tokens) in which uploads complete at any moment, or late, or in bursts."""
+    path = write_tiny_model(tmp_path / "model.gguf", arch)
+    tokens = random_tokens(128, 450)
+    dice = random.Random(1)
+    slow = replace(
+        OPTIONS,
+        residents=parse_residents("2"),
+        before_upload=lambda _expert: time.sleep(dice.choice((0, 0, 0.0001, 0.002))),
+    )
+    with Session(path, slow) as session:
+        ours = drive(session, tokens, 30)
+        assert session.engine.uploads is not None
+        assert session.engine.uploads.n_uploaded > 50
+        for key, mover in session.engine.movers.items():
+            residents = session.executor.banks[key]
+            places = [place for place in residents.places if place >= 0]
+            assert len(places) == len(set(places)) <= 2, "two experts in one slot"
+            assert list(residents.place_array) == residents.places
+            assert len(mover.policy.residents) + len(mover.policy.pending) <= 2
+    np.testing.assert_array_equal(ours, stock_logits(path, tokens, 30))
+
+
+def test_a_dying_upload_thread_is_reported_and_the_session_goes_on_exactly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    uploads = []
+
+    def fail_at_the_tenth(expert: int) -> None:
+        uploads.append(expert)
+        if len(uploads) >= 10:
+            raise OSError("the link is gone")
+
+    tokens = random_tokens(6144, 120)
+    options = replace(OPTIONS, before_upload=fail_at_the_tenth)
+    with caplog.at_level(logging.WARNING), Session(demo_model_path(), options) as session:
+        ours = drive(session, tokens)
+        assert session.engine.uploads is not None
+        assert isinstance(session.engine.uploads.error, OSError)
+        assert session.engine.uploads.n_uploaded == 9
+        assert len(uploads) == 10, "it goes on trying"
+        for mover in session.engine.movers.values():
+            mover.arrive()
+            assert not mover.policy.pending, "slots wait for ever for uploads that never come"
+    assert "the link is gone" in caplog.text
+    np.testing.assert_array_equal(ours, stock_logits(demo_model_path(), tokens))
+
+
+def test_an_expert_is_resident_only_when_its_upload_is_complete() -> None:
+    """While the upload is held up, its expert stays cold; steps do not wait for it."""
+    held: list[int] = []
+    options = replace(OPTIONS, before_upload=lambda expert: (held.append(expert), time.sleep(0.3))[1])
+    with Session(demo_model_path(), options) as session:
+        before = {key: list(r.places) for key, r in session.executor.banks.items()}
+        started = time.perf_counter()
+        for token in random_tokens(6144, 10):
+            session.evaluate([token])
+        assert time.perf_counter() - started < 0.28 or len(held) > 1
+        for key, residents in session.executor.banks.items():
+            shown = {e for e, place in enumerate(residents.places) if place >= 0}
+            at_start = {e for e, place in enumerate(before[key]) if place >= 0}
+            if len(held) <= 1:
+                assert shown <= at_start
+        assert held
+
+
+def test_recency_beats_standing_still() -> None:
+    rates = {}
+    for policy in ("static", "lru", "lfru"):
+        with Session(demo_model_path(), replace(OPTIONS, policy=policy)) as session:
+            text = session.tokenize("And the LORD said unto Moses, Go unto the children of Israel, and say")
+            drive(session, text * 6, len(text))
+            rates[policy] = session.hit_rate or 0.0
+    assert rates["lru"] > rates["static"] + 0.1
+    assert rates["lfru"] > rates["static"] + 0.1
+
+
+def test_uploads_that_cost_more_than_they_save_are_few() -> None:
+    """An upload takes as long as many cold pairs: it is held to a small share of the time."""
+    busy = {}
+    for share in (None, 1.0):
+        options = replace(OPTIONS, upload_share=share, before_upload=lambda _expert: time.sleep(0.01))
+        with Session(demo_model_path(), options) as session:
+            session.executor.decoding = True
+            begun = time.perf_counter()
+            for token in random_tokens(6144, 250):
+                started = time.perf_counter()
+                session.evaluate([token])
+                session.engine.stepped(time.perf_counter() - started, session.executor.traffic.decode_hits)
+            assert session.engine.uploads is not None
+            busy[share] = session.engine.uploads.busy_s / (time.perf_counter() - begun)
+    assert busy[None] < 0.5 * busy[1.0]
+    assert busy[1.0] > 0.7
+
+
+def test_closing_with_uploads_under_way() -> None:
+    for _ in range(5):
+        options = replace(OPTIONS, before_upload=lambda _expert: time.sleep(0.01))
+        with Session(demo_model_path(), options) as session:
+            drive(session, random_tokens(6144, 20))
+
+
+@pytest.fixture
+def answer() -> Callable[[SessionOptions], str]:
+    def text(options: SessionOptions) -> str:
+        from ggufmoe import Sampling
+
+        with Session(demo_model_path(), options) as session:
+            return "".join(session.generate("In the beginning", Sampling(temperature=0), max_tokens=60))
+
+    return text
+
+
+def test_answers_do_not_depend_on_who_is_resident(answer: Callable[[SessionOptions], str]) -> None:
+    answers = {
+        answer(replace(OPTIONS, residents=parse_residents(residents), policy=policy))
+        for residents in ("0", "1", "8", "50%", "all")
+        for policy in ("lfru", "static")
+    }
+    assert len(answers) == 1

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from ggufmoe.gguf.experts import ExpertBank, expert_span
 from ggufmoe.gguf.model import open_model
 from ggufmoe.native.devices import Backend, find_device
-from ggufmoe.native.executor import Executor, Residents
+from ggufmoe.native.executor import Executor
 from ggufmoe.native.interposer import interposer
 from ggufmoe.native.llama import ContextPlan, LlamaContext, LlamaModel, LoadPlan
 from ggufmoe.native.mapped import MappedFile
+from ggufmoe.native.residents import Residents
 from ggufmoe.native.slots import Slots
 from ggufmoe.run.residency import stack_shapes
 
@@ -112,11 +113,11 @@ def none(_bank: ExpertBank) -> dict[int, int]:
 
 
 def half(bank: ExpertBank) -> dict[int, int]:
-    return {expert: 0 for expert in range(0, bank.n_expert, 2)}
+    return dict.fromkeys(range(0, bank.n_expert, 2), 0)
 
 
 def everything(bank: ExpertBank) -> dict[int, int]:
-    return {expert: 0 for expert in range(bank.n_expert)}
+    return dict.fromkeys(range(bank.n_expert), 0)
 
 
 def some(bank: ExpertBank) -> dict[int, int]:

@@ -20,6 +20,7 @@ COMMANDS = {
     "devices": "devices",
     "export": "export",
     "inspect": "inspect",
+    "replay": "replay",
     "rpc-server": "devices",
     "run": "run",
     "verify": "verify",

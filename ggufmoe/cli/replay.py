@@ -171,9 +171,12 @@ def _load(path: Path) -> LoadedTrace:
         raise FormatError(f"{path}: is no file")
     try:
         with path.open(encoding="utf-8", errors="surrogateescape") as file:
-            return load_trace(read_trace(_lines(file, path), str(path)))
+            trace = load_trace(read_trace(_lines(file, path), str(path)))
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         raise FormatError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if not trace.banks:
+        raise FormatError(f"{path}: the trace holds no step")
+    return trace
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:

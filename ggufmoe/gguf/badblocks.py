@@ -181,11 +181,13 @@ def _chunks(path: Path, offset: int, n_bytes: int, block: BlockFormat) -> Iterat
 def count_bad(chunk: Bytes, block: BlockFormat) -> int:
     """How many of the whole blocks in ``chunk`` hold no number."""
     n_block = chunk.size // block.n_bytes
+    kind = np.dtype(f"<u{block.unit_bytes}")
+    mask = kind.type(block.mask)  # of the same width, so that nothing is widened
     bad = np.zeros(n_block, np.bool_)
     for offset in block.offsets:
         # one strided look at what must be finite: the rest of the blocks is not touched
-        value: NDArray[np.unsignedinteger[Any]] = np.ndarray(
-            (n_block,), f"<u{block.unit_bytes}", chunk, offset, (block.n_bytes,)
-        )
-        bad |= (value & block.mask) == block.mask
+        value: NDArray[Any] = np.ndarray((n_block,), kind, chunk, offset, (block.n_bytes,))
+        exponents = value & mask
+        if n_block and exponents.max() == mask:
+            bad |= exponents == mask
     return int(np.count_nonzero(bad))

@@ -2,8 +2,9 @@
 
 The router chooses by row number, so whatever has one row or value per expert is permuted alike: matrices,
 biases and scales of the experts, rows of the router and its biases. Two kinds of model give the numbers
-themselves a meaning, and their groups stay together: a router that first chooses groups of neighbouring
-experts, and GroveMoE, where neighbours share a smaller expert.
+themselves a meaning: a router that first chooses groups of neighbouring experts (the groups stay together), and
+GroveMoE, where an expert's number says which smaller expert it shares, and that one's number whose probability
+weighs it (nothing can move).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import FormatError, UsageError
-from .experts import BankKey, ExpertBank
+from .experts import BankKey
 from .model import Model
 
 # One row or value per expert of the bank ``exps``. Source: the names in src/llama-arch.cpp
@@ -64,40 +65,27 @@ def bank_heat(model: Model, profile: Profile) -> dict[BankKey, tuple[float, ...]
 def hot_orders(model: Model, heat: Mapping[BankKey, Sequence[float]]) -> dict[BankKey, tuple[int, ...]]:
     """The original number of the expert at each position, for every bank whose heat is known.
 
+    A reordered router computes the same numbers; what a softmax over all experts sums up in another order may
+    differ in its last bit.
+
     Raises: FormatError for a model whose experts cannot change places.
     """
     fixed = next((t.name for t in model.tensors if FIXED_ROUTING.fullmatch(t.name)), None)
-    if fixed:
+    shared = next((bank for bank in model.banks if bank.name != "exps"), None)
+    if fixed or shared:
+        what = fixed or f"the smaller experts of layer {shared.layer if shared else 0}"
         raise FormatError(
-            f"{model.paths[0]}: {fixed} names experts by number, so their order cannot change",
+            f"{model.paths[0]}: {what} go by the numbers of the experts, so their order cannot change",
             hint="Use --order file.",
         )
-    sizes = {(bank.layer, bank.name): bank.n_expert for bank in model.banks}
+    n_group = max(model.get("expert_group_count", 0), 1)
     orders: dict[BankKey, tuple[int, ...]] = {}
     for bank in model.banks:
         temperatures = heat.get((bank.layer, bank.name))
-        if bank.name != "exps" or temperatures is None:
-            continue
-        share = _group_size(model, bank, sizes)
-        order = hot_first(temperatures, share)
-        orders[bank.layer, bank.name] = order
-        n_shared = sizes.get((bank.layer, "chexps"))
-        if n_shared:
-            orders[bank.layer, "chexps"] = tuple(expert // share for expert in order[::share])
+        if temperatures is not None:
+            size = bank.n_expert // n_group if n_group > 1 else 1
+            orders[bank.layer, bank.name] = hot_first(temperatures, size)
     return orders
-
-
-def _group_size(model: Model, bank: ExpertBank, sizes: Mapping[BankKey, int]) -> int:
-    """How many neighbours stay together; 1 if every expert is free."""
-    n_group = model.get("expert_group_count", 0)
-    n_shared = sizes.get((bank.layer, "chexps"), 0)
-    if n_group > 1 and n_shared:
-        raise FormatError(
-            f"{model.paths[0]}: its experts are grouped in two ways, so their order cannot change",
-            hint="Use --order file.",
-        )
-    n_part = n_group if n_group > 1 else n_shared
-    return bank.n_expert // n_part if n_part and bank.n_expert % n_part == 0 else 1
 
 
 def hot_first(heat: Sequence[float], group: int = 1) -> tuple[int, ...]:

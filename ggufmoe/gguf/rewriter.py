@@ -26,8 +26,8 @@ from .imatrix import Importance
 from .targets import Run, Target
 from .writer import data_offsets
 
-CHUNK_BYTES = 8 << 20
-N_BUFFERS = 4
+CHUNK_BYTES = 1 << 20  # small enough that what was read is hashed, checked and written from a cache
+N_BUFFERS = 8
 
 
 class BadBlocksFound(Exception):

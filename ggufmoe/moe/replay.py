@@ -42,6 +42,9 @@ class Limits:
     delay: int = 0
 
 
+NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True, slots=True)
 class Tally:
     """What decoding did: routings, those that a slot answered, and uploads; prefill only warms the slots."""
@@ -66,12 +69,10 @@ class Tally:
 
 
 def load_trace(trace: Trace) -> LoadedTrace:
-    """Raises: FormatError, as reading does, and for a trace without a step."""
+    """Raises: FormatError, as reading does."""
     banks: dict[BankKey, list[TraceStep]] = defaultdict(list)
     for step in trace.steps:
         banks[step.key].append(step)
-    if not banks:
-        raise FormatError("The trace holds no step.")
     return LoadedTrace(trace.header, dict(banks))
 
 
@@ -96,7 +97,7 @@ def slots_for_budget(header: TraceHeader, n_bytes: int) -> dict[BankKey, int]:
 # Policies -----------------------------------------------------------------------------------------------
 
 
-def replay(trace: LoadedTrace, policy: str, slots: Slots, limits: Limits = Limits()) -> Tally:
+def replay(trace: LoadedTrace, policy: str, slots: Slots, limits: Limits = NO_LIMITS) -> Tally:
     """Drive ``policy``, a name of ``POLICIES``, with the whole trace. Slots start empty.
 
     ``static`` starts with what the prefill used most, since it would learn nothing from it.
@@ -215,10 +216,13 @@ def replay_recorded(header: TraceHeader, steps: Iterable[TraceStep]) -> Recorded
     """
     if not is_recorded(header) or header.policy not in POLICIES:
         raise FormatError(f"The trace was not recorded with one of the policies {', '.join(POLICIES)}.")
-    policies = {bank.key: _recorded_policy(header, bank) for bank in header.banks}
+    by_key = header.by_key
+    policies: dict[BankKey, Policy] = {}
     routings = recorded = replayed = 0
     differs_at = None
     for step in steps:
+        if step.key not in policies:
+            policies[step.key] = _recorded_policy(header, by_key[step.key])
         policy = policies[step.key]
         _end_uploads(policy, step)
         policy.max_pending = _max_pending(header, step.max_pending, policy.n_slots)
@@ -248,13 +252,12 @@ def _max_pending(header: TraceHeader, of_step: int | None, n_slots: int) -> int:
 
 
 def _end_uploads(policy: Policy, step: TraceStep) -> None:
-    for expert in (*step.committed, *step.abandoned):
+    ended = [(policy.commit, expert) for expert in step.committed]
+    ended += [(policy.abandon, expert) for expert in step.abandoned]
+    for end, expert in ended:
         if expert not in policy.pending:
             raise FormatError(
                 f"Step {step.step} of layer {step.layer} ends an upload of expert {expert}, for which the policy "
                 "did not ask: the trace was changed, or recorded by another version."
             )
-    for expert in step.committed:
-        policy.commit(expert)
-    for expert in step.abandoned:
-        policy.abandon(expert)
+        end(expert)

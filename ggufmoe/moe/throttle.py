@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 # Uploads that do not pay still get this share of the time, to notice when they would.
 PROBE_SHARE = 0.02
 # What hits save must be this many times what uploads take: a copy also slows down what it shares memory with.
@@ -50,13 +52,15 @@ class Throttle:
         """Whether hits have lately saved enough CPU time for what uploads took."""
         return self._hits * self.cold_pair_s >= MARGIN * self._uploads * self.upload_s
 
-    def allows(self, n_queued: int) -> bool:
-        """Whether an upload that throws an expert out may start while ``n_queued`` wait."""
-        if n_queued >= self.max_queued:
-            return False
-        if self.share is not None:
-            return self.share >= 1 or self._credit_s > 0
-        return self._credit_s > 0 or self.pays
+    def room(self, n_queued: int) -> int:
+        """How many uploads that throw an expert out may start now, while ``n_queued`` wait."""
+        left = self.max_queued - n_queued
+        if self.share is not None and self.share >= 1:
+            return max(left, 0)
+        if self.upload_s == 0:  # nothing is known yet: one at a time
+            return 1 if n_queued == 0 else 0
+        affordable = math.ceil(self._credit_s / self.upload_s) - n_queued
+        return max(0, min(left, affordable))
 
 
 def _average(old: float, new: float) -> float:

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TextIO
 
 from ..errors import FormatError
@@ -216,6 +216,14 @@ def _shown(text: str) -> str:
 
 def _read_header(lines: _Lines) -> TraceHeader:
     about = _json_object(lines, lines.next_line())
+    header = TraceHeader(
+        _text(lines, about, "model"),
+        _text(lines, about, "arch"),
+        _number(lines, about, "n_layer"),
+        (),
+        None if about.get("policy") is None else _text(lines, about, "policy"),
+        None if about.get("max_pending") is None else _number(lines, about, "max_pending"),
+    )
     banks: dict[BankKey, TraceBank] = {}
     for line in lines:
         if not line.startswith("{"):
@@ -227,14 +235,7 @@ def _read_header(lines: _Lines) -> TraceHeader:
                 f"layer {bank.layer} has its bank {bank.bank!r} twice, or there are too many banks"
             )
         banks[bank.key] = bank
-    return TraceHeader(
-        _text(lines, about, "model"),
-        _text(lines, about, "arch"),
-        _number(lines, about, "n_layer"),
-        tuple(banks.values()),
-        None if about.get("policy") is None else _text(lines, about, "policy"),
-        None if about.get("max_pending") is None else _number(lines, about, "max_pending"),
-    )
+    return replace(header, banks=tuple(banks.values()))
 
 
 def _bank(lines: _Lines, values: dict[str, Any]) -> TraceBank:

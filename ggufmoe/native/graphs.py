@@ -24,6 +24,7 @@ class ChainGraph:
         "ids",
         "ids_host",
         "ids_host_address",
+        "n_out",
         "out",
         "out_address",
         "x",
@@ -33,7 +34,9 @@ class ChainGraph:
     def __init__(self, context: int, graph: int, x: int, ids: int, out: int, n_pairs: int) -> None:
         self.context, self.graph, self.x, self.ids, self.out = context, graph, x, ids, out
         self.x_tensor = c.ggml_tensor.from_address(x)
-        self.out_address: int = c.ggml_tensor.from_address(out).data
+        result = c.ggml_tensor.from_address(out)
+        self.out_address: int = result.data
+        self.n_out: int = result.ne[0]
         self.ids_host = (ctypes.c_int32 * n_pairs)()
         self.ids_host_address = ctypes.addressof(self.ids_host)
 

@@ -190,7 +190,12 @@ def _orders(
     by_heat = options.order != "file" and bool(heat)
     orders = {(bank.layer, bank.name): tuple(bank.experts) for bank in model.banks}
     if by_heat:
-        orders.update(hot_orders(model, heat))
+        try:
+            orders.update(hot_orders(model, heat))
+        except FormatError:
+            if options.order == "heat":
+                raise
+            by_heat = False
     return {key: order for key, order in orders.items() if list(order) != sorted(order)}, heat, by_heat
 
 

@@ -25,8 +25,8 @@ from ..moe.policies import POLICIES, Admission, Policy
 from ..moe.residents import Placement
 from ..moe.throttle import Throttle
 from ..native.devices import Backend, type_numbers
-from ..native.executor import Residents, place_of
 from ..native.mapped import MappedFile
+from ..native.residents import Residents, Sources, place_of
 from ..native.slots import Slots, StackShape
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 # Uploads that may wait: enough to keep the link busy, few enough that they are still wanted when they come.
 MAX_QUEUED = 16
 MAX_PENDING_PER_BANK = 4
-
-Sources = Callable[[int], Mapping[str, int]]  # expert -> addresses of its matrices by projection
 
 
 class Mover:
@@ -74,13 +72,10 @@ class Mover:
         self._start(self.policy.route_batch(ids))
 
     def _limit(self) -> None:
-        uploads = self._uploads
-        if self._free:
-            self.policy.max_pending = min(MAX_PENDING_PER_BANK, len(self._free))
-        elif uploads.throttle.allows(uploads.n_queued):
-            self.policy.max_pending = MAX_PENDING_PER_BANK
-        else:
-            self.policy.max_pending = 0
+        """Tell the policy how many uploads it may have under way."""
+        uploads, policy = self._uploads, self.policy
+        room = len(self._free) or uploads.throttle.room(uploads.n_queued)
+        policy.max_pending = min(MAX_PENDING_PER_BANK, len(policy.pending) + room)
 
     def _start(self, admissions: Sequence[Admission]) -> None:
         for expert, victim in admissions:
@@ -167,7 +162,8 @@ class ResidencyEngine:
 
     def __init__(self, model: Model, placement: Placement, devices: Sequence[Backend]) -> None:
         self.residents: dict[BankKey, Residents] = {
-            (bank.layer, bank.name): Residents(bank.n_expert) for bank in model.banks
+            (bank.layer, bank.name): Residents(bank.n_expert, shapes=stack_shapes(bank))
+            for bank in model.banks
         }
         self.movers: dict[BankKey, Mover] = {}
         self.uploads: Uploads | None = None
@@ -186,15 +182,18 @@ class ResidencyEngine:
         for bank in self._model.banks:
             residents = self.residents[bank.layer, bank.name]
             members = self._placement.residents[bank.layer, bank.name]
-            sources = self._sources(bank, weights)
+            residents.sources = sources = self._sources(bank, weights)
             for index, device in enumerate(self._devices):
                 experts = [bank.position(expert) for expert, place in members if place == index]
-                if experts:
-                    residents.slots[index] = Slots(device, stack_shapes(bank), len(experts))
+                if not experts:
+                    continue
+                residents.slots[index] = Slots(device, residents.shapes, len(experts))
+                started = time.perf_counter()
                 for slot, expert in enumerate(experts):
                     residents.put(expert, index, slot, sources(expert))
+                residents.upload_s = (time.perf_counter() - started) / len(experts)
 
-    def start(self, policy: str, weights: Mapping[str, int] | None, uploads: Uploads) -> None:
+    def start(self, policy: str, uploads: Uploads) -> None:
         """Let ``policy`` decide from now on who is resident; ``uploads`` does the copying."""
         self.uploads = uploads
         for bank in self._model.banks:
@@ -210,7 +209,8 @@ class ResidencyEngine:
                     for slot in range(slots.n_slots)
                     if (place := place_of(device, slot)) not in taken
                 ]
-                mover = Mover(residents, decider, free, self._sources(bank, weights), uploads)
+                assert residents.sources is not None
+                mover = Mover(residents, decider, free, residents.sources, uploads)
                 residents.mover = self.movers[bank.layer, bank.name] = mover
 
     def stepped(self, seconds: float, hits: int) -> None:

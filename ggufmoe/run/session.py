@@ -16,6 +16,7 @@ from ..errors import GgufMoeError, NativeAbort, NativeError, UsageError
 from ..gguf.checks import check_runnable
 from ..gguf.model import Model, open_model
 from ..moe.throttle import Throttle
+from ..moe.ways import WayChooser
 from ..native.aborts import guarded
 from ..native.devices import Backend, Device, find_device
 from ..native.executor import Executor
@@ -105,7 +106,10 @@ class Session:
         self.llama = LlamaModel(self.model.paths[0], setup.load, on_progress, offset=self.model.stock_offset)
         self._closers.append(self.llama.close)
         self.engine = ResidencyEngine(self.model, setup.placement, self._devices)
-        self.executor = Executor(self._open(find_device("cpu")), self._devices, self.engine.residents)
+        self.executor = Executor(
+            self._open(find_device("cpu")), self._devices, self.engine.residents, WayChooser()
+        )
+        self.executor.batches.way = options.prefill
         self._closers.append(self.executor.close)
         plan = ContextPlan(
             n_ctx=setup.n_ctx,
@@ -123,7 +127,7 @@ class Session:
         guarded(self.engine.fill, weights)
         if options.policy != "static" and self._devices:
             throttle = Throttle(MAX_QUEUED, options.upload_share)
-            self.engine.start(options.policy, weights, Uploads(throttle, options.before_upload))
+            self.engine.start(options.policy, Uploads(throttle, options.before_upload))
 
     def _open(self, device: Device) -> Backend:
         backend = Backend(device, n_threads=self.setup.n_threads)

@@ -37,7 +37,8 @@ class SessionOptions:
     ``devices`` are names of ggml devices that hold the slots, and the dense weights unless they are the CPU.
     ``vram_bytes`` is what may be used of each device. ``context`` is in tokens; 0 means as many as the model
     was trained for, None those but at most ``DEFAULT_CONTEXT``. ``rpc_endpoints`` are ``HOST:PORT``.
-    ``policy`` names who moves experts between slots (``ggufmoe.moe.policies``). ``upload_share`` fixes the share
+    ``policy`` names who moves experts between slots (``ggufmoe.moe.policies``). ``prefill`` fixes how batches are
+    computed (``ggufmoe.native.batch``), None finds out what is fastest. ``upload_share`` fixes the share
     of the time that may go into uploads, None lets them go on while they pay; ``before_upload`` is called in the
     uploading thread with every expert, for measurements and tests.
     """
@@ -54,6 +55,7 @@ class SessionOptions:
     n_ubatch: int = 512
     n_seq_max: int = 1
     policy: str = DEFAULT_POLICY
+    prefill: str | None = None
     upload_share: float | None = None
     before_upload: Callable[[int], None] | None = None
 

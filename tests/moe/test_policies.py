@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ggufmoe.moe import policies
 from ggufmoe.moe.policies import DEFAULT_POLICY, POLICIES, Admission, Lfru, Lru, Policy, Static, Threshold
-from ggufmoe.moe.replay import Limits, LoadedTrace, load_trace, replay, slots_for_request
+from ggufmoe.moe.replay import NO_LIMITS, Limits, LoadedTrace, load_trace, replay, slots_for_request
 from ggufmoe.moe.residents import ResidentRequest
 from ggufmoe.moe.trace import read_trace
 
@@ -43,7 +43,7 @@ def route(policy: Policy, step: Sequence[Sequence[int]]) -> list[Admission]:
 
 
 @EVERY_POLICY
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(data=st.data())
 def test_what_is_promised_to_the_engine(name: str, data: st.DataObject) -> None:
     """Uploads end late, in any order, or fail; limits change between steps."""
@@ -72,7 +72,7 @@ def test_what_is_promised_to_the_engine(name: str, data: st.DataObject) -> None:
 
 
 @EVERY_POLICY
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(steps=st.lists(batches, max_size=20), n_slots=st.integers(0, 8))
 def test_same_calls_same_answers(name: str, steps: list[Any], n_slots: int) -> None:
     make = POLICIES[name]
@@ -115,7 +115,7 @@ def naive_lru(n_slots: int, steps: Sequence[Sequence[int]]) -> list[set[int]]:
     return found
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(steps=st.lists(tokens, max_size=40), n_slots=st.integers(3, 10))
 def test_lru_is_the_naive_one(steps: list[list[int]], n_slots: int) -> None:
     policy = Lru(N_EXPERT, n_slots)
@@ -126,7 +126,7 @@ def test_lru_is_the_naive_one(steps: list[list[int]], n_slots: int) -> None:
 
 @pytest.mark.parametrize("make", [Lru, Lfru, Threshold])
 @pytest.mark.parametrize("n_slots", [2, 6])
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(steps=st.lists(batches, max_size=12))
 def test_a_batch_is_remembered_token_by_token(make: type[Lru], n_slots: int, steps: list[Any]) -> None:
     """``max_pending`` of 0: residents stay alike, so that only what is remembered can differ."""
@@ -226,7 +226,9 @@ def traces() -> list[LoadedTrace]:
     return found
 
 
-def hit_rates(traces: list[LoadedTrace], policy: str, share: float, limits: Limits = Limits()) -> list[float]:
+def hit_rates(
+    traces: list[LoadedTrace], policy: str, share: float, limits: Limits = NO_LIMITS
+) -> list[float]:
     request = ResidentRequest(share=share)
     tallies = [replay(each, policy, slots_for_request(each.header, request), limits) for each in traces]
     return [100 * (tally.hit_rate or 0) for tally in tallies]

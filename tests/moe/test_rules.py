@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, write_tiny_model
 
 from ggufmoe.errors import UsageError
+from ggufmoe.gguf.blocks import block_name
 from ggufmoe.gguf.experts import ExpertBank
 from ggufmoe.gguf.model import Model, open_model
 from ggufmoe.moe.rules import (
     Rule,
-    block_name,
     exact_patterns,
     expert_rule,
     first_match,

@@ -12,7 +12,7 @@ def run(throttle: Throttle, n_tokens: int, *, token_s: float, hits: int, wanted:
     uploads = 0
     for _ in range(n_tokens):
         now = 0
-        while now < wanted and throttle.allows(0):
+        while now < wanted and throttle.room(0):
             throttle.uploaded(upload_s)
             now += 1
         throttle.stepped(token_s, hits, now)
@@ -47,4 +47,11 @@ def test_a_fixed_share_is_kept() -> None:
 
 def test_no_more_than_the_queue_holds() -> None:
     throttle = Throttle(3, share=1.0)
-    assert [throttle.allows(n) for n in range(5)] == [True, True, True, False, False]
+    assert [throttle.room(n) for n in range(5)] == [3, 2, 1, 0, 0]
+
+
+def test_room_is_what_the_account_can_pay() -> None:
+    throttle = Throttle(16)
+    assert [throttle.room(n) for n in range(2)] == [1, 0]  # nothing is known of uploads yet
+    throttle.uploaded(MAX_CREDIT_S / 5)
+    assert [throttle.room(n) for n in range(6)] == [4, 3, 2, 1, 0, 0]

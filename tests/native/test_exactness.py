@@ -31,8 +31,9 @@ from ggufmoe.gguf.checks import check_runnable
 from ggufmoe.gguf.model import open_model
 from ggufmoe.models import demo_model_path
 from ggufmoe.native.chains import Chain
-from ggufmoe.native.executor import Executor, _Work
+from ggufmoe.native.executor import Executor
 from ggufmoe.native.llama import LlamaContext, LoadPlan
+from ggufmoe.native.work import Work
 
 MORE_MODELS = Path(__file__).parents[2].parent / "shared" / "archs"
 
@@ -131,9 +132,7 @@ def test_several_sequences_in_one_batch(arch: str, model_of: Callable[[str], Pat
     [(1, 512), (2, 512), (21, 512), (22, 512), (64, 32), (65, 32), (700, 512)],
     ids=lambda number: str(number),
 )
-def test_prompts_around_every_border(
-    n_prompt: int, n_ubatch: int, model_of: Callable[[str], Path]
-) -> None:
+def test_prompts_around_every_border(n_prompt: int, n_ubatch: int, model_of: Callable[[str], Path]) -> None:
     """One token, the last kept graph (64 pairs at top-3), ubatch borders, more pairs than one launch takes."""
     plan = replace(PLAN, n_ctx=1024, n_ubatch=n_ubatch)
 
@@ -153,7 +152,7 @@ def test_batches_in_which_no_token_needs_logits(arch: str, model_of: Callable[[s
     def evaluate(context: LlamaContext) -> Logits:
         tokens = prompt_for(context.model.n_vocab, 50)
         context.decode(tokens, 0)
-        return context.logits()[None].copy()
+        return np.stack([context.logits()])
 
     ours, _ = placed(model_of(arch), half, evaluate, plan=plan)
     assert_same(ours, stock(model_of(arch), evaluate, plan=plan))
@@ -178,14 +177,14 @@ def test_expert_types(quant: str, tmp_path: Path) -> None:
     assert_same(ours, stock(path))
 
 
-def _parts_of(path: Path) -> list[_Work | int]:
+def _parts_of(path: Path) -> list[Work | int]:
     """What the executor reads in the splits of a one-token step."""
-    seen: list[_Work | int] = []
+    seen: list[Work | int] = []
 
     def watch(executor: Executor) -> None:
         read = executor._read
 
-        def remember(uid: int, graph: int) -> list[_Work | int]:
+        def remember(uid: int, graph: int) -> list[Work | int]:
             parts = read(uid, graph)
             seen.extend(part for part in parts if isinstance(part, int) or part.n_tokens == 1)
             return parts
@@ -203,19 +202,19 @@ def test_the_common_chain_is_one_callback_per_layer(
     arch: str, n_layers: int, model_of: Callable[[str], Path]
 ) -> None:
     parts = _parts_of(model_of(arch))
-    chains: list[Chain] = [part.chain for part in parts if isinstance(part, _Work)]
+    chains: list[Chain] = [part.chain for part in parts if isinstance(part, Work)]
     assert [len(chain.weights) for chain in chains] == [3] * n_layers
     assert len(parts) == n_layers
 
 
 def test_biases_leave_single_matrices(model_of: Callable[[str], Path]) -> None:
     parts = _parts_of(model_of("gpt-oss"))
-    assert [len(part.chain.weights) for part in parts if isinstance(part, _Work)] == [1] * 6
+    assert [len(part.chain.weights) for part in parts if isinstance(part, Work)] == [1] * 6
 
 
 def test_merged_gate_up_is_one_chain(model_of: Callable[[str], Path]) -> None:
     parts = _parts_of(model_of("qwen3next"))
-    assert [len(part.chain.weights) for part in parts if isinstance(part, _Work)] == [2, 2]
+    assert [len(part.chain.weights) for part in parts if isinstance(part, Work)] == [2, 2]
 
 
 def test_graphs_are_reused(model_of: Callable[[str], Path]) -> None:
@@ -223,14 +222,14 @@ def test_graphs_are_reused(model_of: Callable[[str], Path]) -> None:
     built: list[int] = []
 
     def watch(executor: Executor) -> None:
-        for graphs in (executor._cold_graphs, *executor._slot_graphs):
-            build = graphs._build
+        for lane in (executor._cold, *executor._lanes):
+            build = lane.graphs._build
 
             def remember(*args: object, _build: Callable[..., object] = build) -> object:
                 built.append(1)
                 return _build(*args)
 
-            graphs._build = remember  # type: ignore[assignment, method-assign]
+            lane.graphs._build = remember  # type: ignore[assignment, method-assign]
 
     counts: list[int] = []
 

@@ -244,12 +244,18 @@ class CountingComputer:
     def __init__(self) -> None:
         self.n_calls = 0
 
+    def claim(self, name: str, tensor: int) -> None:
+        pass
+
     def compute(self, graph: int) -> int:
         self.n_calls += 1
         return c.GGML_STATUS_FAILED
 
 
 class RaisingComputer:
+    def claim(self, name: str, tensor: int) -> None:
+        pass
+
     def compute(self, graph: int) -> int:
         raise RuntimeError("computers must not raise, but this one does")
 

@@ -76,7 +76,12 @@ def test_later_prompts_equal_a_fresh_session(arch: str, tmp_path: Path) -> None:
     """Kept prefixes, cut ones, and caches that cannot be cut (recurrent state, sliding windows)."""
     path = write_tiny_model(tmp_path / "model.gguf", arch, text=True)
     options = SessionOptions(context=256, threads=2, cold_store="mmap", residents=parse_residents("50%"))
-    prompts = ["one two three", "one two three four five six seven eight nine", "one two four", "one two four"]
+    prompts = [
+        "one two three",
+        "one two three four five six seven eight nine",
+        "one two four",
+        "one two four",
+    ]
     with Session(path, options) as session:
         kept = []
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""When an upload pays: the CPU time that the hits of uploaded experts save, against the time uploads take."""
+"""When an upload pays: the CPU time that hits save, against the time that uploads take."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ MAX_CREDIT_S = 0.05
 
 
 class Throttle:
-    """Decides whether another upload may start. All times are in seconds, measured by the caller.
+    """Keeps an account of time, in seconds that the caller measured: hits pay into it, uploads take from it.
 
-    An upload into a free slot is always allowed: it is made once. One that throws an expert out has to be repaid
-    by hits: as long as ``hits x CPU time of one cold pair`` is less than ``MARGIN`` times the time of uploads, only
-    ``PROBE_SHARE`` of the time goes into them.
+    Every hit pays the CPU time of one cold pair, divided by ``MARGIN``; every token ``PROBE_SHARE`` of its time. An
+    upload that throws an expert out may start while the account, less what is queued, is above zero. One into a
+    free slot always may: it is made once.
     """
 
     def __init__(self, max_queued: int, share: float | None = None) -> None:
-        """``max_queued`` uploads may wait at a time. ``share`` fixes the share of time instead: 1 never limits."""
+        """``max_queued`` uploads may wait at a time. With ``share``, uploads get that share of the time and no
+        more, whatever hits save; 1 never limits them."""
         self.max_queued = max_queued
         self.share = share
         self.upload_s = 0.0  # of one expert
         self.cold_pair_s = 0.0
-        self._hits = 0.0
-        self._uploads = 0.0
         self._credit_s = MAX_CREDIT_S
 
     def uploaded(self, seconds: float) -> None:
@@ -40,17 +39,13 @@ class Throttle:
         """The CPU took this long for ``n_pairs`` cold pairs."""
         self.cold_pair_s = _average(self.cold_pair_s, seconds / n_pairs)
 
-    def stepped(self, seconds: float, hits: int, uploads: int) -> None:
-        """A token was decoded; with how many hits, and how many uploads were started meanwhile."""
-        self._hits += NEWEST * (hits - self._hits)
-        self._uploads += NEWEST * (uploads - self._uploads)
-        share = PROBE_SHARE if self.share is None else self.share
-        self._credit_s = min(self._credit_s + share * seconds, MAX_CREDIT_S)
-
-    @property
-    def pays(self) -> bool:
-        """Whether hits have lately saved enough CPU time for what uploads took."""
-        return self._hits * self.cold_pair_s >= MARGIN * self._uploads * self.upload_s
+    def stepped(self, seconds: float, hits: int) -> None:
+        """A token was decoded, with how many hits."""
+        if self.share is None:
+            earned = PROBE_SHARE * seconds + hits * self.cold_pair_s / MARGIN
+        else:
+            earned = self.share * seconds
+        self._credit_s = min(self._credit_s + earned, MAX_CREDIT_S)
 
     def room(self, n_queued: int) -> int:
         """How many uploads that throw an expert out may start now, while ``n_queued`` wait."""

@@ -169,7 +169,7 @@ class ResidencyEngine:
         self.uploads: Uploads | None = None
         self._model, self._placement, self._devices = model, placement, devices
         self._files: list[MappedFile] = []
-        self._last = (0, 0)  # hits and uploads up to the last token
+        self._last_hits = 0
 
     def fill(self, weights: Mapping[str, int] | None) -> None:
         """Make the slots and upload the first residents.
@@ -216,9 +216,8 @@ class ResidencyEngine:
     def stepped(self, seconds: float, hits: int) -> None:
         """A token was decoded; ``hits`` counts from the session's beginning."""
         if self.uploads is not None:
-            started = self.uploads.n_started
-            self.uploads.throttle.stepped(seconds, hits - self._last[0], started - self._last[1])
-            self._last = (hits, started)
+            self.uploads.throttle.stepped(seconds, hits - self._last_hits)
+            self._last_hits = hits
 
     def _sources(self, bank: ExpertBank, weights: Mapping[str, int] | None) -> Sources:
         """Where the bytes of an expert are, by its position in the file."""

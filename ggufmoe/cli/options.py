@@ -168,6 +168,24 @@ _SESSION_OPTIONS = (
         help="Where the other experts lie: mapped from the file, repacked in RAM (faster on the CPU), or in "
         "pinned RAM (fastest to copy to a GPU).",
     ),
+    click.option(
+        "--policy",
+        type=click.Choice(["lfru", "lru", "threshold", "static"]),
+        default="lfru",
+        show_default=True,
+        help="Who gets a slot as the routing goes on; static: the first residents stay.",
+    ),
+    click.option(
+        "--prefill",
+        type=click.Choice(["cpu", "split", "stream"]),
+        help="How prompts are computed: all on the CPU, residents on their device, or cold experts streamed "
+        "through it. Default: what turns out fastest.",
+    ),
+    click.option(
+        "--trace",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Record which experts every token was routed to; `ggufmoe replay` reads it.",
+    ),
     click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: physical cores."),
     click.option(
         "--context",

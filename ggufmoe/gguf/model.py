@@ -71,7 +71,9 @@ class Model:
         try:
             return find_banks(self.tensors, self.orders)
         except FormatError as error:
-            raise FormatError(f"{self.paths[0]}: {error}") from error
+            raise FormatError(
+                f"{self.paths[0]}: {error}", hint="The file is damaged, or made wrongly; fetch it again."
+            ) from error
 
     @cached_property
     def dense_tensors(self) -> tuple[TensorInfo, ...]:

@@ -113,7 +113,7 @@ def convert(
     orders, heat, by_heat = _orders(model, options)
     if targets is None:
         targets = find_targets(tables, orders)
-    elif orders:
+    elif by_heat:
         raise UsageError(
             f"{source}: experts in the layout of before April 2024 cannot be reordered as they are merged.",
             hint="Convert the file with --order file first, and the result with --order heat.",
@@ -123,7 +123,8 @@ def convert(
     if options.quantization:
         result = quantized(keys, targets, options.quantization, _temporary(out))
         keys, targets = result.keys, result.targets
-    job = _job(model, keys, targets, orders, heat, by_heat, result, options)
+    changed = {key: order for key, order in orders.items() if list(order) != sorted(order)}
+    job = _job(model, keys, targets, changed, heat, by_heat, result, options)
     hashes, image = _write(job, out, options, on_progress)
     return Converted(
         out,
@@ -178,7 +179,7 @@ def export(
 def _orders(
     model: Model, options: ConvertOptions
 ) -> tuple[dict[BankKey, tuple[int, ...]], Mapping[BankKey, Sequence[float]], bool]:
-    """The order of every bank that is not in its original one, the heat to store, and whether it decided."""
+    """The order of every bank, the heat to store, and whether the heat decided the order."""
     heat: Mapping[BankKey, Sequence[float]] = model.heat
     if options.profile is not None:
         check_profile(model, options.profile)
@@ -196,7 +197,7 @@ def _orders(
             if options.order == "heat":
                 raise
             by_heat = False
-    return {key: order for key, order in orders.items() if list(order) != sorted(order)}, heat, by_heat
+    return orders, heat, by_heat
 
 
 def _job(

@@ -14,6 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -28,6 +30,7 @@ from ..native.devices import Backend, type_numbers
 from ..native.mapped import MappedFile
 from ..native.residents import Residents, Sources, place_of
 from ..native.slots import Slots, StackShape
+from .recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +43,18 @@ class Mover:
     """Moves the experts of one bank. All but ``done`` belongs to the thread that computes."""
 
     def __init__(
-        self, residents: Residents, policy: Policy, free: Sequence[int], sources: Sources, uploads: Uploads
+        self,
+        residents: Residents,
+        policy: Policy,
+        free: Sequence[int],
+        uploads: Uploads,
+        record: Callable[..., None] | None = None,
     ) -> None:
+        """``free`` are the places that no resident takes. ``record`` is told of every step (``Recorder.write``)."""
         self.policy = policy
         self.done: deque[tuple[int, int, bool]] = deque()  # expert, place, whether it is there
-        self.committed: list[int] = []  # since the last step, for whoever records
-        self._residents, self._free, self._sources, self._uploads = residents, list(free), sources, uploads
+        self._residents, self._free, self._uploads, self._record = residents, list(free), uploads, record
+        self._ended: tuple[list[int], list[int]] = ([], [])  # committed and abandoned since the last step
 
     def arrive(self) -> None:
         """Let steps see what was uploaded since the last turn."""
@@ -54,14 +63,17 @@ class Mover:
             if is_there:
                 self.policy.commit(expert)
                 self._residents.show(expert, place)
-                self.committed.append(expert)
             else:
                 self.policy.abandon(expert)
                 self._free.append(place)
+            if self._record is not None:
+                self._ended[0 if is_there else 1].append(expert)
 
     def route(self, chosen: Sequence[int]) -> None:
         """The router chose these distinct experts for one token."""
         self._limit()
+        if self._record is not None:
+            self._note((chosen,))
         admissions = self.policy.route(chosen)
         if admissions:
             self._start(admissions)
@@ -69,7 +81,17 @@ class Mover:
     def route_batch(self, ids: NDArray[np.int32]) -> None:
         """The router's choice for several tokens, ``(n_tokens, k)``."""
         self._limit()
+        if self._record is not None:
+            self._note(ids.tolist())
         self._start(self.policy.route_batch(ids))
+
+    def _note(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Record a step before it is decided."""
+        assert self._record is not None
+        residents = self.policy.residents
+        hits = sum(expert in residents for token in tokens for expert in token)
+        self._record(tokens, *self._ended, self.policy.max_pending, hits)
+        self._ended = ([], [])
 
     def _limit(self) -> None:
         """Tell the policy how many uploads it may have under way."""
@@ -87,7 +109,8 @@ class Mover:
 
     def upload(self, expert: int, place: int) -> None:
         """Copy an expert to its place; the uploading thread calls this."""
-        self._residents.fill(place, self._sources(expert))
+        assert self._residents.sources is not None
+        self._residents.fill(place, self._residents.sources(expert))
 
 
 class Uploads:
@@ -167,7 +190,10 @@ class ResidencyEngine:
         }
         self.movers: dict[BankKey, Mover] = {}
         self.uploads: Uploads | None = None
+        self.recorder: Recorder | None = None
         self._model, self._placement, self._devices = model, placement, devices
+        # GroveMoE's chunk experts follow from the routed ones, several to one: they stay where they are
+        self._moving = [bank for bank in model.banks if bank.name == "exps"]
         self._files: list[MappedFile] = []
         self._last_hits = 0
 
@@ -193,25 +219,39 @@ class ResidencyEngine:
                     residents.put(expert, index, slot, sources(expert))
                 residents.upload_s = (time.perf_counter() - started) / len(experts)
 
-    def start(self, policy: str, uploads: Uploads) -> None:
-        """Let ``policy`` decide from now on who is resident; ``uploads`` does the copying."""
+    def start(self, policy: str, uploads: Uploads, trace: Path | None = None) -> None:
+        """Let ``policy`` decide from now on who is resident; ``uploads`` does the copying.
+
+        With ``trace``, all routing is recorded in that file, that of banks without slots too.
+        """
         self.uploads = uploads
-        for bank in self._model.banks:
+        if trace is not None:
+            self.recorder = Recorder(
+                trace, self._model, self._moving, self.residents, policy, MAX_PENDING_PER_BANK
+            )
+        for bank in self._moving:
             residents = self.residents[bank.layer, bank.name]
             n_slots = sum(slots.n_slots for slots in residents.slots.values())
-            if 0 < n_slots < bank.n_expert:
-                chosen = [expert for expert, place in enumerate(residents.places) if place >= 0]
-                decider = POLICIES[policy](bank.n_expert, n_slots, chosen, max_pending=MAX_PENDING_PER_BANK)
-                taken = {residents.places[expert] for expert in chosen}
-                free = [
-                    place
-                    for device, slots in residents.slots.items()
-                    for slot in range(slots.n_slots)
-                    if (place := place_of(device, slot)) not in taken
-                ]
-                assert residents.sources is not None
-                mover = Mover(residents, decider, free, residents.sources, uploads)
-                residents.mover = self.movers[bank.layer, bank.name] = mover
+            if not 0 < n_slots < bank.n_expert and self.recorder is None:
+                continue  # nobody can move
+            chosen = [expert for expert, place in enumerate(residents.places) if place >= 0]
+            decider = POLICIES[policy](bank.n_expert, n_slots, chosen, max_pending=MAX_PENDING_PER_BANK)
+            taken = {residents.places[expert] for expert in chosen}
+            free = [
+                place
+                for device, slots in residents.slots.items()
+                for slot in range(slots.n_slots)
+                if (place := place_of(device, slot)) not in taken
+            ]
+            record = partial(self.recorder.write, bank) if self.recorder is not None else None
+            mover = Mover(residents, decider, free, uploads, record)
+            residents.mover = self.movers[bank.layer, bank.name] = mover
+
+    def begin_step(self, *, is_prefill: bool) -> None:
+        """The next evaluation begins."""
+        if self.recorder is not None:
+            self.recorder.step += 1
+            self.recorder.is_prefill = is_prefill
 
     def stepped(self, seconds: float, hits: int) -> None:
         """A token was decoded; ``hits`` counts from the session's beginning."""
@@ -234,6 +274,8 @@ class ResidencyEngine:
     def close(self) -> None:
         if self.uploads is not None:
             self.uploads.close()
+        if self.recorder is not None:
+            self.recorder.close()
         for residents in self.residents.values():
             for slots in residents.slots.values():
                 slots.close()

@@ -125,9 +125,9 @@ class Session:
         self._closers.append(self.engine.close)
         weights = None if setup.load.repack else self.executor.weights
         guarded(self.engine.fill, weights)
-        if options.policy != "static" and self._devices:
-            throttle = Throttle(MAX_QUEUED, options.upload_share)
-            self.engine.start(options.policy, Uploads(throttle, options.before_upload))
+        if options.trace or (options.policy != "static" and self._devices):
+            uploads = Uploads(Throttle(MAX_QUEUED, options.upload_share), options.before_upload)
+            self.engine.start(options.policy, uploads, options.trace)
 
     def _open(self, device: Device) -> Backend:
         backend = Backend(device, n_threads=self.setup.n_threads)
@@ -153,6 +153,7 @@ class Session:
         return np.stack(rows) if all_logits else self.context.logits()
 
     def _decode(self, tokens: Sequence[int], all_logits: bool = False) -> None:
+        self.engine.begin_step(is_prefill=not self.executor.decoding)
         try:
             self.context.decode(tokens, len(self.tokens), all_logits=all_logits)
         except NativeAbort as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -38,7 +39,8 @@ class SessionOptions:
     ``vram_bytes`` is what may be used of each device. ``context`` is in tokens; 0 means as many as the model
     was trained for, None those but at most ``DEFAULT_CONTEXT``. ``rpc_endpoints`` are ``HOST:PORT``.
     ``policy`` names who moves experts between slots (``ggufmoe.moe.policies``). ``prefill`` fixes how batches are
-    computed (``ggufmoe.native.batch``), None finds out what is fastest. ``upload_share`` fixes the share
+    computed (``ggufmoe.native.batch``), None finds out what is fastest. ``trace`` is a file to record all routing
+    in. ``upload_share`` fixes the share
     of the time that may go into uploads, None lets them go on while they pay; ``before_upload`` is called in the
     uploading thread with every expert, for measurements and tests.
     """
@@ -56,6 +58,7 @@ class SessionOptions:
     n_seq_max: int = 1
     policy: str = DEFAULT_POLICY
     prefill: str | None = None
+    trace: Path | None = None
     upload_share: float | None = None
     before_upload: Callable[[int], None] | None = None
 

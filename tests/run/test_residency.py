@@ -16,7 +16,9 @@ from tiny_models import write_tiny_model
 from ggufmoe import Session, SessionOptions, parse_residents
 from ggufmoe.models import demo_model_path
 from ggufmoe.moe.policies import POLICIES
+from ggufmoe.moe.replay import replay_recorded
 from ggufmoe.moe.throttle import MAX_CREDIT_S, PROBE_SHARE
+from ggufmoe.moe.trace import read_trace
 from ggufmoe.native.batch import WAYS
 from ggufmoe.native.llama import ContextPlan, LlamaContext, LlamaModel, LoadPlan
 
@@ -209,3 +211,30 @@ def test_answers_do_not_depend_on_who_is_resident(answer: Callable[[SessionOptio
         for policy in ("lfru", "static")
     }
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "gemma4"])
+def test_the_recorded_routing_replays_to_the_last_hit(arch: str, policy: str, tmp_path: Path) -> None:
+    """The engine's self-check: its policies, given the same uploads at the same steps, hit as often."""
+    path = write_tiny_model(tmp_path / "model.gguf", arch)
+    dice = random.Random(2)
+    options = replace(
+        OPTIONS,
+        policy=policy,
+        residents=parse_residents("3"),
+        trace=tmp_path / "run.trace",
+        before_upload=lambda _expert: time.sleep(dice.choice((0, 0.0005))),
+    )
+    with Session(path, options) as session:
+        drive(session, random_tokens(128, 200), 30)
+        traffic = session.executor.traffic
+        moved = session.engine.uploads.n_uploaded if session.engine.uploads else 0
+        assert not (tmp_path / "run.trace").exists(), "a half file under the final name"
+    with (tmp_path / "run.trace").open(encoding="utf-8") as file:
+        trace = read_trace(file, "run.trace")
+        run = replay_recorded(trace.header, trace.steps)
+    assert run.differs_at is None
+    assert run.replayed_hits == run.recorded_hits == traffic.decode_hits + traffic.prefill_hits
+    assert run.routings == traffic.decode + traffic.prefill
+    assert (moved > 0) == (policy != "static")

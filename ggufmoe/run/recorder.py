@@ -35,9 +35,7 @@ class Recorder:
         except OSError as error:
             raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from error
         used = {layer.layer: layer.n_used for layer in model_sizes(model).layers}
-        banks = [
-            _bank(bank, residents[bank.layer, bank.name], used.get(bank.layer, 0)) for bank in model.banks
-        ]
+        recorded = [_bank(bank, residents[bank.layer, bank.name], used.get(bank.layer, 0)) for bank in banks]
         header = TraceHeader(
             model=model.name,
             arch=model.architecture,

@@ -116,6 +116,19 @@ class Residents(click.ParamType):  # type: ignore[type-arg]  # generic in newer 
         return value if isinstance(value, ResidentRequest) else parse_residents(value)
 
 
+class PrefetchDepth(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """``0`` to ``4``, or ``auto`` (None)."""
+
+    name = "0-4|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "auto":
+            return None
+        if str(value) not in ("0", "1", "2", "3", "4"):
+            self.fail(f"{value!r} is not a number of layers from 0 to 4, or 'auto'", param, ctx)
+        return int(value)
+
+
 class RuleText(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """``REGEX=DEVICE``"""
 
@@ -153,6 +166,13 @@ _SESSION_OPTIONS = (
         "free.",
     ),
     click.option(
+        "--ram",
+        "ram_bytes",
+        type=BYTES,
+        help="Memory to use of a machine without a GPU whose RAM does not hold the model: experts that do not fit "
+        "are read from the disk when they are needed. Default: no limit.",
+    ),
+    click.option(
         "--rule",
         "rules",
         type=RuleText(),
@@ -180,6 +200,13 @@ _SESSION_OPTIONS = (
         type=click.Choice(["cpu", "split", "stream"]),
         help="How prompts are computed: all on the CPU, residents on their device, or cold experts streamed "
         "through it. Default: what turns out fastest.",
+    ),
+    click.option(
+        "--prefetch-depth",
+        type=PrefetchDepth(),
+        default=0,
+        show_default=True,
+        help="Layers ahead whose experts are named and uploaded early: 0 (off) to 4, or auto: only where it pays.",
     ),
     click.option(
         "--trace",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -25,6 +26,12 @@ def session_facts(session: Session) -> dict[str, Any]:
         "threads": session.setup.n_threads,
         "context": session.setup.n_ctx,
     }
+    prefetcher, uploads = session.engine.prefetcher, session.engine.uploads
+    facts["uploads"] = {
+        "experts": uploads.n_uploaded if uploads else 0,
+        "seconds": uploads.busy_s if uploads else 0.0,
+    }
+    facts["prefetch"] = None if prefetcher is None else {**asdict(prefetcher.counts), "on": prefetcher.is_on}
     facts["devices"] = [
         {
             "device": use.device,

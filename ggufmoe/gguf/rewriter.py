@@ -255,6 +255,12 @@ def _converted(
     if target.type_name == target.source_type:
         return chunk
     assert quantizer is not None
+    block = FORMATS.get(target.source_type)
+    if block and count_bad(np.frombuffer(chunk, np.uint8), block):  # of a NaN some quantisers make a number
+        raise FormatError(
+            f"{target.name}: it holds weights that are no numbers, which cannot be quantised",
+            hint="Fetch the model from another source.",
+        )
     numbers = type_numbers()
     columns = None
     values = (importance or {}).get(target.name)
@@ -267,9 +273,7 @@ def _converted(
             chunk, numbers[target.source_type], numbers[target.type_name], target.ne[0], columns
         )
     except FormatError as error:
-        raise FormatError(
-            f"{target.name}: {error}", hint="The source holds weights that are no numbers."
-        ) from error
+        raise FormatError(f"{target.name}: {error}", hint="Fetch the model from another source.") from error
 
 
 def source_bytes(paths: Sequence[Path], targets: Sequence[Target], hashed: bool) -> int:

@@ -56,6 +56,9 @@ class Policy(Protocol):
     def route_batch(self, ids: NDArray[np.int32]) -> list[Admission]:
         """A step of several tokens, ``(n_tokens, k)``: remembered as if routed token by token."""
 
+    def foresee(self, experts: Sequence[int]) -> list[Admission]:
+        """The next token will probably use these: none of them is a victim, and nothing is remembered of it."""
+
     def commit(self, expert: int) -> None:
         """The upload is complete. Raises: KeyError if ``expert`` is not pending."""
 
@@ -91,6 +94,9 @@ class Static:
         return []
 
     def route_batch(self, ids: NDArray[np.int32]) -> list[Admission]:
+        return []
+
+    def foresee(self, experts: Sequence[int]) -> list[Admission]:
         return []
 
     def commit(self, expert: int) -> None:
@@ -137,6 +143,9 @@ class Hottest(Static):
             return []
         self._touch_batch(ids)
         return self._admit(np.unique(ids).tolist(), ids.shape[1])
+
+    def foresee(self, experts: Sequence[int]) -> list[Admission]:
+        return self._admit(experts, len(experts))
 
     def commit(self, expert: int) -> None:
         super().commit(expert)

@@ -146,6 +146,23 @@ def model_sizes(model: Model) -> ModelSizes:
     )
 
 
+def every_token_tensors(model: Model) -> tuple[TensorInfo, ...]:
+    """What every token reads as a whole: dense weights but for tables it looks up, and experts' biases and scales."""
+    first_draft = _first_draft_layer(model)
+    tied = "output.weight" not in model.by_name
+    extras = [tensor for bank in model.banks for tensor in bank.extras]
+    return tuple(
+        tensor
+        for tensor in (*model.dense_tensors, *extras)
+        if _read_per_token(tensor, tied, first_draft).n_bytes == tensor.n_bytes
+    )
+
+
+def is_draft_layer(model: Model, layer: int) -> bool:
+    """Whether the layer is a head for multi-token prediction, which a usual context never runs."""
+    return _is_draft(layer, _first_draft_layer(model))
+
+
 def schedule_order(sizes: Sequence[ModelSizes], fast_bytes: int, context_bytes: Sequence[int]) -> list[int]:
     """Indices of ``sizes``, the model that schedules best first.
 

@@ -16,7 +16,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,16 @@ from .work import Work, view
 log = logging.getLogger(__name__)
 
 _MAX_KEPT_SPLITS = 4096
+
+
+class Foreseer(Protocol):
+    """Names the experts of later layers early (``ggufmoe.run.prefetch``)."""
+
+    def arrive(self, layer: int, x: NDArray[np.float32]) -> None:
+        """The experts of a layer are about to be computed for one token with the input ``x``."""
+
+    def chosen(self, layer: int, experts: list[int], is_resident: list[bool]) -> None:
+        """What the layer's router has chosen, and which of it a slot answers."""
 
 
 class Executor:
@@ -123,8 +133,9 @@ class Executor:
     def _work(self, chain: Chain) -> Work:
         names = [EXPERT_WEIGHT.fullmatch(c.ggml_tensor.from_address(w).name) for w in chain.weights]
         keys = {(int(name[1]), name[3].decode()) for name in names if name}
-        residents = self.banks.get(keys.pop()) if len(keys) == 1 and all(names) else None
-        return Work(chain, residents, tuple(name[2].decode() for name in names if name))
+        key = keys.pop() if len(keys) == 1 and all(names) else (-1, "")
+        projections = tuple(name[2].decode() for name in names if name)
+        return Work(chain, self.banks.get(key), key[0], projections)
 
     # One token ----------------------------------------------------------------------------------------
 
@@ -145,6 +156,8 @@ class Executor:
             (cold if places[expert] < 0 else resident).append(position)
         if work.counts:
             self._count_token(residents, chosen, len(resident))
+            if self.foreseer is not None and self.decoding:
+                self._foresee(work, chosen)
         if not resident:
             if mover is not None:
                 mover.route(list(dict.fromkeys(chosen)))
@@ -179,6 +192,14 @@ class Executor:
             for i, position in enumerate(positions):
                 ctypes.memmove(dst + position * row, result + i * row, row)
         return status
+
+    def _foresee(self, work: Work, chosen: list[int]) -> None:
+        """Tell the foreseer of a decoded token. Only where gate, up and down come as one chain is x the layer's."""
+        assert self.foreseer is not None and work.residents is not None
+        if len(work.projections) > 1 and work.n_x == 1:
+            places = work.residents.places
+            self.foreseer.chosen(work.layer, chosen, [places[expert] >= 0 for expert in chosen])
+            self.foreseer.arrive(work.layer, view(work.x, (work.n_in,), (4,), np.float32).copy())
 
     def _by_device(
         self, places: list[int], chosen: list[int], resident: list[int]

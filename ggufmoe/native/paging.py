@@ -35,7 +35,9 @@ _loading = threading.Lock()
 def require_paging() -> None:
     """Raises: NativeError where this way of using memory does not exist."""
     if sys.platform != "linux":
-        raise NativeError("Experts can be read from the disk on demand on Linux only.", hint="Leave --ram out.")
+        raise NativeError(
+            "Experts can be read from the disk on demand on Linux only.", hint="Leave --ram out."
+        )
     if mmap.PAGESIZE != PAGE:
         raise NativeError(
             f"This machine has pages of {mmap.PAGESIZE} bytes; reading experts on demand needs {PAGE}.",

@@ -158,4 +158,4 @@ def _quantize(
         target_type, values.ctypes.data, target.ctypes.data, 0, len(source), n_per_row, weights
     )
     if not functions.ggml_validate_row_data(target_type, target.ctypes.data, target.nbytes):
-        raise FormatError("quantising gives weights that are no numbers")
+        raise FormatError("quantising it gives weights that are no numbers")

@@ -16,8 +16,10 @@ from .residents import Residents
 class Work:
     """One chain of one split, with all that stays the same from step to step."""
 
-    def __init__(self, chain: Chain, residents: Residents | None, projections: tuple[str, ...]) -> None:
-        self.chain, self.residents, self.projections = chain, residents, projections
+    def __init__(
+        self, chain: Chain, residents: Residents | None, layer: int, projections: tuple[str, ...]
+    ) -> None:
+        self.chain, self.residents, self.layer, self.projections = chain, residents, layer, projections
         x, ids, out = (c.ggml_tensor.from_address(a) for a in (chain.x, chain.ids, chain.out))
         self.n_in, self.n_x, self.n_tokens = x.ne[0], x.ne[1], ids.ne[1]
         self.k, self.n_out = ids.ne[0], out.ne[0]

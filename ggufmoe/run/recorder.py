@@ -22,10 +22,10 @@ class Recorder:
         model: Model,
         banks: Sequence[ExpertBank],
         residents: Mapping[BankKey, Residents],
-        policy: str,
+        policy: str | None,
         max_pending: int,
     ) -> None:
-        """Raises: UsageError if the file cannot be written."""
+        """``policy`` None: the trace holds the routing alone. Raises: UsageError if the file cannot be written."""
         self.step = 0
         self.is_prefill = True
         self._path, self._part = path, path.with_name(f".{path.name}.part")

@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 from ..gguf.experts import BankKey, ExpertBank, expert_span
 from ..gguf.model import Model
 from ..moe.policies import POLICIES, Admission, Policy
+from ..moe.prefetch import PrefetchTrial
 from ..moe.residents import Placement
 from ..moe.throttle import Throttle
 from ..native.devices import Backend, type_numbers
 from ..native.mapped import MappedFile
 from ..native.residents import Residents, Sources, place_of
 from ..native.slots import Slots, StackShape
+from .prefetch import Prefetcher
 from .recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,13 @@ class Mover:
         if self._record is not None:
             self._note(ids.tolist())
         self._start(self.policy.route_batch(ids))
+
+    def foresee(self, experts: Sequence[int]) -> list[int]:
+        """These experts will probably be chosen next. Returns: those whose upload was started."""
+        self._limit()
+        admissions = self.policy.foresee(experts)
+        self._start(admissions)
+        return [expert for expert, _ in admissions]
 
     def _note(self, tokens: Sequence[Sequence[int]]) -> None:
         """Record a step before it is decided."""
@@ -191,6 +200,7 @@ class ResidencyEngine:
         self.movers: dict[BankKey, Mover] = {}
         self.uploads: Uploads | None = None
         self.recorder: Recorder | None = None
+        self.prefetcher: Prefetcher | None = None
         self._model, self._placement, self._devices = model, placement, devices
         # GroveMoE's chunk experts follow from the routed ones, several to one: they stay where they are
         self._moving = [bank for bank in model.banks if bank.name == "exps"]
@@ -219,15 +229,23 @@ class ResidencyEngine:
                     residents.put(expert, index, slot, sources(expert))
                 residents.upload_s = (time.perf_counter() - started) / len(experts)
 
-    def start(self, policy: str, uploads: Uploads, trace: Path | None = None) -> None:
+    def start(
+        self, policy: str, uploads: Uploads, trace: Path | None = None, *, foreseen: bool = False
+    ) -> None:
         """Let ``policy`` decide from now on who is resident; ``uploads`` does the copying.
 
-        With ``trace``, all routing is recorded in that file, that of banks without slots too.
+        With ``trace``, all routing is recorded in that file, that of banks without slots too. Where experts are
+        ``foreseen``, the trace holds the routing alone: what the engine did cannot be replayed from it.
         """
         self.uploads = uploads
         if trace is not None:
             self.recorder = Recorder(
-                trace, self._model, self._moving, self.residents, policy, MAX_PENDING_PER_BANK
+                trace,
+                self._model,
+                self._moving,
+                self.residents,
+                None if foreseen else policy,
+                MAX_PENDING_PER_BANK,
             )
         for bank in self._moving:
             residents = self.residents[bank.layer, bank.name]
@@ -247,6 +265,10 @@ class ResidencyEngine:
             mover = Mover(residents, decider, free, uploads, record)
             residents.mover = self.movers[bank.layer, bank.name] = mover
 
+    def prefetch(self, depth: int, trial: PrefetchTrial | None) -> None:
+        """Ask the routers of ``depth`` later layers early; with ``trial``, only where that pays."""
+        self.prefetcher = Prefetcher(self._model, self.movers, depth, trial)
+
     def begin_step(self, *, is_prefill: bool) -> None:
         """The next evaluation begins."""
         if self.recorder is not None:
@@ -258,6 +280,8 @@ class ResidencyEngine:
         if self.uploads is not None:
             self.uploads.throttle.stepped(seconds, hits - self._last_hits)
             self._last_hits = hits
+        if self.prefetcher is not None and self.prefetcher.trial is not None:
+            self.prefetcher.trial.stepped(seconds)
 
     def _sources(self, bank: ExpertBank, weights: Mapping[str, int] | None) -> Sources:
         """Where the bytes of an expert are, by its position in the file."""
@@ -272,6 +296,8 @@ class ResidencyEngine:
         return lambda expert: {name: base + expert * sizes[name] for name, base in bases.items()}
 
     def close(self) -> None:
+        if self.prefetcher is not None:
+            self.prefetcher.close()
         if self.uploads is not None:
             self.uploads.close()
         if self.recorder is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,20 +16,25 @@ from numpy.typing import NDArray
 from ..errors import GgufMoeError, NativeAbort, NativeError, UsageError
 from ..gguf.checks import check_runnable
 from ..gguf.model import Model, open_model
+from ..moe.prefetch import PrefetchTrial
 from ..moe.throttle import Throttle
 from ..moe.ways import WayChooser
 from ..native.aborts import guarded
 from ..native.devices import Backend, Device, find_device
+from ..native.disk import DiskExecutor
 from ..native.executor import Executor
 from ..native.interposer import interposer
 from ..native.llama import ContextPlan, LlamaContext, LlamaModel, Sampler, Sampling
 from ..native.rpc import connecting, limit_silence
+from .disk import DiskTier
 from .residency import MAX_QUEUED, ResidencyEngine, Uploads
 from .setup import SessionOptions, Setup, prepare
 from .template import Message, render_chat
 from .text import TextStream
 
 log = logging.getLogger(__name__)
+
+DEFAULT_PREFETCH_DEPTH = 2  # what `auto` tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +109,22 @@ class Session:
             self._devices = [self._open(device) for device in setup.slot_devices]
         for endpoint in options.rpc_endpoints:
             limit_silence(endpoint)
-        self.llama = LlamaModel(self.model.paths[0], setup.load, on_progress, offset=self.model.stock_offset)
+        self.disk = DiskTier(self.model, setup.ram) if setup.ram is not None else None
+        if self.disk is not None:
+            self._closers.append(self.disk.close)
+        with self.disk.loading() if self.disk is not None else nullcontext():
+            self.llama = LlamaModel(
+                self.model.paths[0], setup.load, on_progress, offset=self.model.stock_offset
+            )
         self._closers.append(self.llama.close)
         self.engine = ResidencyEngine(self.model, setup.placement, self._devices)
-        self.executor = Executor(
-            self._open(find_device("cpu")), self._devices, self.engine.residents, WayChooser()
-        )
+        cpu, residents = self._open(find_device("cpu")), self.engine.residents
+        self.executor: Executor
+        if self.disk is not None:
+            self._closers.append(self.disk.close)  # before the model, whose memory it reads into
+            self.executor = DiskExecutor(cpu, residents, self.disk.by_key)
+        else:
+            self.executor = Executor(cpu, self._devices, residents, WayChooser())
         self.executor.batches.way = options.prefill
         self._closers.append(self.executor.close)
         plan = ContextPlan(
@@ -123,11 +139,17 @@ class Session:
         self._closers.append(self.context.close)
         # in the reverse order of closing: the engine's thread must end before anything it reads is freed
         self._closers.append(self.engine.close)
+        if self.disk is not None:
+            self.disk.start(self.executor.weights)
         weights = None if setup.load.repack else self.executor.weights
         guarded(self.engine.fill, weights)
         if options.trace or (options.policy != "static" and self._devices):
             uploads = Uploads(Throttle(MAX_QUEUED, options.upload_share), options.before_upload)
-            self.engine.start(options.policy, uploads, options.trace)
+            self.engine.start(options.policy, uploads, options.trace, foreseen=options.prefetch_depth != 0)
+            if options.prefetch_depth != 0:
+                trial = PrefetchTrial() if options.prefetch_depth is None else None
+                self.engine.prefetch(options.prefetch_depth or DEFAULT_PREFETCH_DEPTH, trial)
+                self.executor.foreseer = self.engine.prefetcher
 
     def _open(self, device: Device) -> Backend:
         backend = Backend(device, n_threads=self.setup.n_threads)
@@ -317,6 +339,8 @@ class Session:
         """What each slot device holds."""
         work = self.executor.device_bytes
         uses = []
+        if self.disk is not None:
+            uses.append(SlotUse("RAM", self.disk.pool.n_present, self.disk.pool.used_bytes, 0))
         for index, backend in enumerate(self._devices):
             slots = [r.slots[index] for r in self.executor.banks.values() if index in r.slots]
             uses.append(

@@ -14,6 +14,7 @@ from ..gguf.experts import is_expert_tensor
 from ..gguf.model import Model
 from ..moe.kv import context_memory
 from ..moe.policies import DEFAULT_POLICY
+from ..moe.ram import RamPlan, plan_ram
 from ..moe.residents import Placement, ResidentRequest, place_residents
 from ..moe.rules import Rule, exact_patterns, first_match, unmatched
 from ..native.devices import Device, buffer_type, find_device, host_buffer_type, list_devices
@@ -36,10 +37,12 @@ class SessionOptions:
     """What a user can ask of a session; the defaults suit most.
 
     ``devices`` are names of ggml devices that hold the slots, and the dense weights unless they are the CPU.
-    ``vram_bytes`` is what may be used of each device. ``context`` is in tokens; 0 means as many as the model
+    ``vram_bytes`` is what may be used of each device, ``ram_bytes`` of the RAM: experts that do not fit are read
+    from the disk when they are routed. ``context`` is in tokens; 0 means as many as the model
     was trained for, None those but at most ``DEFAULT_CONTEXT``. ``rpc_endpoints`` are ``HOST:PORT``.
     ``policy`` names who moves experts between slots (``ggufmoe.moe.policies``). ``prefill`` fixes how batches are
-    computed (``ggufmoe.native.batch``), None finds out what is fastest. ``trace`` is a file to record all routing
+    computed (``ggufmoe.native.batch``), None finds out what is fastest. ``prefetch_depth`` is how many layers ahead
+    experts are named and uploaded early, None finds out whether it pays. ``trace`` is a file to record all routing
     in. ``upload_share`` fixes the share
     of the time that may go into uploads, None lets them go on while they pay; ``before_upload`` is called in the
     uploading thread with every expert, for measurements and tests.
@@ -49,6 +52,7 @@ class SessionOptions:
     rpc_endpoints: tuple[str, ...] = ()
     residents: ResidentRequest = field(default_factory=ResidentRequest)
     vram_bytes: int | None = None
+    ram_bytes: int | None = None
     rules: tuple[Rule, ...] = ()
     cold_store: str = "auto"
     threads: int | None = None
@@ -58,6 +62,7 @@ class SessionOptions:
     n_seq_max: int = 1
     policy: str = DEFAULT_POLICY
     prefill: str | None = None
+    prefetch_depth: int | None = 0
     trace: Path | None = None
     upload_share: float | None = None
     before_upload: Callable[[int], None] | None = None
@@ -73,6 +78,7 @@ class Setup:
     cold_store: str
     n_threads: int
     n_ctx: int
+    ram: RamPlan | None = None  # experts are read on demand
 
 
 def prepare(model: Model, options: SessionOptions) -> Setup:
@@ -81,16 +87,22 @@ def prepare(model: Model, options: SessionOptions) -> Setup:
     Raises: UsageError for devices or rules that do not exist; MemoryPlanError if the budget is too small;
     NativeError if an RPC server does not answer.
     """
-    slot_devices = choose_devices(options)
+    slot_devices = choose_devices(options) if options.ram_bytes is None else _no_devices(options)
     n_threads = options.threads or psutil.cpu_count(logical=False) or 1
     trained = model.get("context_length", 0) or DEFAULT_CONTEXT
     n_ctx = min(trained, DEFAULT_CONTEXT) if options.context is None else options.context or trained
     _check_rules(model, options.rules)
+    ram = None
+    if options.ram_bytes is not None:
+        ram = plan_ram(model, options.ram_bytes, n_ctx, min(options.n_ubatch, n_ctx))
     budgets = _slot_budgets(model, options, slot_devices, n_ctx)
     placement = place_residents(
         model.banks, options.residents, options.rules, [device.name for device in slot_devices], budgets
     )
-    cold_store = choose_cold_store(model, options.cold_store, slot_devices, placement)
+    if ram is not None:
+        cold_store = "disk"
+    else:
+        cold_store = choose_cold_store(model, options.cold_store, slot_devices, placement)
     llama_devices = tuple(device for device in slot_devices if not device.is_cpu)
     load = LoadPlan(
         devices=llama_devices,
@@ -99,7 +111,26 @@ def prepare(model: Model, options: SessionOptions) -> Setup:
         repack=cold_store == "repack",
         mmap=cold_store != "pinned",
     )
-    return Setup(load, slot_devices, placement, cold_store, n_threads, n_ctx)
+    return Setup(load, slot_devices, placement, cold_store, n_threads, n_ctx, ram)
+
+
+def _no_devices(options: SessionOptions) -> tuple[Device, ...]:
+    """The experts of ``--ram`` have no slots but the RAM. Raises: UsageError for what asks for others."""
+    others = {
+        "--device": options.devices,
+        "--rpc": options.rpc_endpoints,
+        "--vram": options.vram_bytes is not None,
+        "--resident-experts": options.residents != ResidentRequest(),
+    }
+    for name, asked in others.items():
+        if asked:
+            raise UsageError(
+                f"--ram keeps the experts in RAM and on the disk; it cannot be combined with {name}.",
+                hint=f"Leave out --ram or {name}.",
+            )
+    if options.cold_store not in ("auto", "mmap"):
+        raise UsageError(f"--ram cannot be combined with --cold-store {options.cold_store}.")
+    return ()
 
 
 def choose_devices(options: SessionOptions) -> tuple[Device, ...]:

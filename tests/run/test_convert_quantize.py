@@ -53,13 +53,13 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for tensor in tensors:
             if is_expert_tensor(tensor.name):
                 n_expert = tensor.ne[2]
-                ne = (512, 256, n_expert) if "down" in tensor.name else (256, 512, n_expert)
+                ne = (256, 48, n_expert)
                 data = rng.standard_normal((n_expert, ne[1], ne[0]), np.float32).astype(np.float16).tobytes()
                 tensor = replace(tensor, ne=ne, type=1, data=data)
             result.append(tensor)
         return result
 
-    tiny = write_tiny_model(folder / "tiny.gguf", "qwen3moe", n_layer=3, n_expert=4, quant="F16")
+    tiny = write_tiny_model(folder / "tiny.gguf", "qwen3moe", n_layer=2, n_expert=4, quant="F16")
     return rewrite(in_16_bit(tiny, folder / "16.gguf"), folder / "half.gguf", tensors=widen)
 
 
@@ -81,7 +81,8 @@ def quantized_by_llama_cpp(
 
 def converted(source: Path, folder: Path, quantization: Quantization) -> dict[str, RawTensor]:
     """Quantised, verified, and exported again, to compare tensor by tensor."""
-    options = ConvertOptions(quantization=quantization, verify=True, threads=2, force=True)
+    verify = "IQ" not in f"{quantization.expert_type}"  # those take seconds
+    options = ConvertOptions(quantization=quantization, verify=verify, threads=2, force=True)
     convert(source, folder / "b.gguf", options)
     export(folder / "b.gguf", folder / "e.gguf", force=True)
     return {tensor.name: tensor for tensor in read_raw(folder / "e.gguf")[1]}
@@ -125,7 +126,7 @@ def test_reordered_and_from_shards(half: Path, tmp_path: Path) -> None:
     """Quantising does not depend on where an expert lies."""
     expected = converted(half, tmp_path, Quantization("Q4_K_M", "Q8_0"))
     shards = split_shards(half, tmp_path, 10)
-    profile = {layer: [1, 4, 2, 3] for layer in range(3)}
+    profile = {layer: [1, 4, 2, 3] for layer in range(2)}
     options = ConvertOptions(
         quantization=Quantization("Q4_K_M", "Q8_0"), profile=profile, verify=True, force=True
     )
@@ -197,7 +198,7 @@ def test_an_importance_matrix_is_used_as_llama_cpp_does(
     keys, _ = read_raw(tmp_path / "e.gguf")
     assert keys["quantize.imatrix.file"][0] == "imatrix.gguf"
     # the matrix goes by original numbers, wherever the experts lie
-    convert(half, tmp_path / "16b.gguf", ConvertOptions(profile={0: [1, 4, 2, 3], 2: [4, 3, 2, 1]}))
+    convert(half, tmp_path / "16b.gguf", ConvertOptions(profile={0: [1, 4, 2, 3], 1: [1, 3, 2, 4]}))
     quantization = Quantization(file_type, file_type, imatrix)
     assert converted(tmp_path / "16b.gguf", tmp_path, quantization) == theirs
 
@@ -264,9 +265,7 @@ def test_weights_that_are_no_numbers_are_not_quantised(half: Path, tmp_path: Pat
         return [t.patched(0, b"\0\x7e") if t.name == "blk.0.attn_q.weight" else t for t in tensors]
 
     bad = rewrite(half, tmp_path / "bad.gguf", tensors=spoil)
-    with pytest.raises(
-        FormatError, match=r"blk.0.attn_q.weight: quantising gives weights that are no numbers"
-    ):
+    with pytest.raises(FormatError, match=r"blk.0.attn_q.weight: it holds weights that are no numbers"):
         convert(bad, tmp_path / "b.gguf", ConvertOptions(quantization=Quantization("Q4_0", "Q8_0")))
     assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
 

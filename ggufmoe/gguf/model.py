@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ..errors import FormatError
 from ..native.metadata import Value
-from .blocks import BlockFacts, bank_orders, bank_values
+from .blocks import FORMAT_VERSION, VERSION_KEY, BlockFacts, bank_orders, bank_values
 from .experts import (
     OLD_EXPERT_NAME,
     BankKey,
@@ -133,6 +133,13 @@ def open_model(path: str | Path) -> Model:
     differences = ollama_differences(metadata, [tensor.name for tensor in tensors], renumbered)
     found = first.blocks
     extra = found.metadata if found else metadata  # a reordered file in stock layout says so itself
+    version = extra.get(VERSION_KEY, FORMAT_VERSION)
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise FormatError(
+            f"{files[0][0]}: reordered by version {version} of the format, newer than this ggufmoe knows (up to "
+            f"{FORMAT_VERSION})",
+            hint="Install a newer ggufmoe.",
+        )
     return Model(
         paths=tuple(file_path for file_path, _ in files),
         metadata=metadata,

@@ -194,6 +194,15 @@ def test_a_future_version_is_refused_by_its_number(plain: Path, tmp_path: Path) 
     assert caught.value.hint is not None and "newer ggufmoe" in caught.value.hint
 
 
+def test_a_future_stock_layout_is_refused_too(stock: Path, tmp_path: Path) -> None:
+    path = tmp_path / "s.gguf"
+    convert(stock, path, ConvertOptions(layout="stock", profile=profile_for(stock)))
+    version = key_record(b.VERSION_KEY, U32, 1).data
+    edited(path, tmp_path / "f.gguf", version, key_record(b.VERSION_KEY, U32, 3).data)
+    with pytest.raises(FormatError, match="reordered by version 3 of the format, newer than"):
+        open_model(tmp_path / "f.gguf")
+
+
 def with_unknown_key(path: Path, copy: Path, key: bytes) -> Path:
     """Put a record into the block table; the file's data moves by whole alignments."""
     data = path.read_bytes()

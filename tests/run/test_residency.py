@@ -11,16 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tiny_models import write_tiny_model
 
 from ggufmoe import Session, SessionOptions, parse_residents
 from ggufmoe.models import demo_model_path
 from ggufmoe.moe.policies import POLICIES
+from ggufmoe.moe.prefetch import Router, predict
 from ggufmoe.moe.replay import replay_recorded
 from ggufmoe.moe.throttle import MAX_CREDIT_S, PROBE_SHARE
 from ggufmoe.moe.trace import read_trace
 from ggufmoe.native.batch import WAYS
 from ggufmoe.native.llama import ContextPlan, LlamaContext, LlamaModel, LoadPlan
+from ggufmoe.run.prefetch import read_routers
 
 OPTIONS = SessionOptions(
     context=512, threads=2, cold_store="mmap", residents=parse_residents("25%"), upload_share=1.0
@@ -257,16 +260,44 @@ def test_prefetch_changes_nothing_but_who_is_resident(arch: str, tmp_path: Path)
             assert counts.used <= counts.named and counts.late <= counts.used
 
 
-def test_prefetch_names_the_experts_of_the_demo() -> None:
-    """The next layer's router on this layer's input: far better than chance (6 of 64)."""
-    with Session(demo_model_path(), replace(OPTIONS, prefetch_depth=1)) as session:
+class Oracle:
+    """Asks the routers in the middle of a step, so that no prediction is late."""
+
+    def __init__(self, routers: dict[int, Router]) -> None:
+        self.routers = routers
+        self.named: dict[tuple[int, int], list[int]] = {}
+        self.right: dict[int, list[float]] = {0: [], 1: [], 2: []}
+        self.chosen_now: list[int] = []
+
+    def arrive(self, layer: int, x: NDArray[np.float32]) -> None:
+        here = self.routers[layer]
+        self.score(0, predict(x, here, here), self.chosen_now)
+        for ahead in (1, 2):
+            if layer + ahead in self.routers:
+                self.named[layer + ahead, ahead] = predict(x, here, self.routers[layer + ahead])
+
+    def chosen(self, layer: int, experts: list[int], is_resident: list[bool]) -> None:
+        self.chosen_now = experts
+        for ahead in (1, 2):
+            if (layer, ahead) in self.named:
+                self.score(ahead, self.named.pop((layer, ahead)), experts)
+
+    def score(self, ahead: int, named: list[int], chosen: list[int]) -> None:
+        self.right[ahead].append(len(set(named) & set(chosen)) / len(chosen))
+
+
+def test_the_next_routers_name_most_of_what_is_chosen() -> None:
+    """A layer's own router names all of it, which is the control; chance would be 6 of 64."""
+    with Session(demo_model_path(), OPTIONS) as session:
+        oracle = session.executor.foreseer = Oracle(read_routers(session.model))
         text = session.tokenize(
             "And the LORD said unto Moses, Go unto the children of Israel, and say unto them"
         )
         drive(session, text * 5, len(text))
-        assert session.engine.prefetcher is not None
-        accuracy = session.engine.prefetcher.counts.accuracy
-    assert accuracy is not None and accuracy > 0.5
+    right = {ahead: float(np.mean(shares)) for ahead, shares in oracle.right.items()}
+    assert right[0] == 1.0
+    assert right[1] > 0.65
+    assert right[2] > 0.5
 
 
 def test_auto_prefetch_ends_its_trial() -> None:

@@ -193,6 +193,7 @@ def _decode(
 
 def in_cgroup(model: Path, trace: Path, limit: str, tokens: int, side: str) -> dict[str, Any]:
     """One run under a limit of ``limit`` MB. Returns: what it reports, and the peak of its memory."""
+    os.sync()  # what is not written yet cannot be dropped, and would count for nobody
     Path("/proc/sys/vm/drop_caches").write_text("3")
     command = [sys.executable, __file__, str(model), str(trace), "--limit", limit, "--tokens", str(tokens)]
     with memory_limit(int(limit) * 10**6) as (join, peak):

@@ -43,13 +43,13 @@ def chat(model: Path, system: str | None, max_tokens: int, **values: Any) -> Non
       printf 'one\\ntwo\\n' | ggufmoe chat model.gguf --temperature 0
     """
     from ..run.session import Session
-    from .report import closing_line, warn_context
+    from .report import closing_line, warn
 
     sampling = values.pop("sampling")
     with progress_bar(f"Loading {one_line(model.name)}") as on_progress:
         session = Session(model, as_session_options(values), on_progress=on_progress)
     with session:
-        warn_context(session)
+        warn(session)
         if model == demo_model_path():
             click.echo("The demo goes on with your text; try: In the beginning", err=True)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []

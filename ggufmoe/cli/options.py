@@ -213,6 +213,12 @@ _SESSION_OPTIONS = (
         type=click.Path(dir_okay=False, path_type=Path),
         help="Record which experts every token was routed to; `ggufmoe replay` reads it.",
     ),
+    click.option(
+        "--routing-from",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="For benchmarks only: decode with the routing of a trace instead of the router's; the text means "
+        "nothing.",
+    ),
     click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: physical cores."),
     click.option(
         "--context",

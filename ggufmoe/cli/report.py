@@ -64,8 +64,12 @@ def _rate(count: int, what: str, rate: float | None) -> str:
     return f"{count} {what}" + (f" at {rate:.1f}/s" if rate else "")
 
 
-def warn_context(session: Session) -> None:
-    """Say so when the context is larger than what the model was trained for."""
+def warn(session: Session) -> None:
+    """Say what a user should know of this session before it answers."""
+    if session.options.routing_from is not None:
+        click.echo(
+            "Warning: the routing comes from a trace, not from the router: the text means nothing.", err=True
+        )
     if session.setup.n_ctx > session.llama.n_ctx_train > 0:
         click.echo(
             printable(

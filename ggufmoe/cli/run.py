@@ -42,14 +42,14 @@ def run(
       ggufmoe run model.gguf -p "Hello" --rpc 192.168.1.7:50052 --resident-experts 8
     """
     from ..run.session import Session
-    from .report import closing_line, session_facts, warn_context
+    from .report import closing_line, session_facts, warn
 
     sampling = values.pop("sampling")
     text = _prompt(prompt)
     with progress_bar(f"Loading {one_line(model.name)}") as on_progress:
         session = Session(model, as_session_options(values), on_progress=on_progress)
     with session:
-        warn_context(session)
+        warn(session)
         pieces = []
         for piece in session.generate(text, sampling, max_tokens=max_tokens, stop=stop):
             pieces.append(piece)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +154,13 @@ class _Reader:
         """Fill ``into`` from where the reader stands. Raises: FormatError if the file ends before."""
         start, view = self._position, into
         while view:
-            done = os.preadv(self._fd, [view], self._position)
+            try:
+                done = os.preadv(self._fd, [view], self._position)
+            except OSError as error:
+                raise FormatError(
+                    f"{self._path}: cannot be read at byte {self._position:,}: {error.strerror or error}",
+                    hint="The disk may be failing.",
+                ) from error
             if not done:
                 raise FormatError(
                     f"{self._path}: the file is cut short: it ended at byte {self._position:,} while it was read",
@@ -281,8 +287,3 @@ def source_bytes(paths: Sequence[Path], targets: Sequence[Target], hashed: bool)
     if hashed:
         return sum(path.stat().st_size for path in paths)
     return sum(target.source_bytes for target in targets)
-
-
-def missing_importance(targets: Sequence[Target], importance: Mapping[str, object]) -> Iterator[Target]:
-    """What is quantised without knowing what matters in it."""
-    return (t for t in targets if t.type_name != t.source_type and t.name not in importance)

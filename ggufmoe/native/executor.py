@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,9 +67,10 @@ class Executor:
         self.traffic = Traffic()
         self.decoding = False
         self.error: Exception | None = None
-        self.weights: dict[
-            str, int
-        ] = {}  # where llama.cpp has the bytes of the matrices that it asked us for
+        self.foreseer: Foreseer | None = None
+        self.tape: Callable[[int, int], list[int]] | None = None  # for benchmarks: (layer, k) -> experts
+        # where llama.cpp has the bytes of the matrices that it asked us for
+        self.weights: dict[str, int] = {}
         self._cpu = cpu
         self._cold = Lane(cpu)
         self._lanes = [Lane(device) for device in devices]
@@ -147,6 +148,8 @@ class Executor:
         mover = residents.mover if work.counts else None
         if mover is not None and mover.done:
             mover.arrive()
+        if self.tape is not None and self.decoding:
+            work.token_ids[:] = self.tape(work.layer, work.k)
         chosen = work.token_ids[:]
         if min(chosen) < 0:
             raise NativeError(f"the router chose expert {min(chosen)}")

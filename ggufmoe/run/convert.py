@@ -121,7 +121,8 @@ def convert(
     keys: tuple[KeyRecord, ...] = tables.keys
     result = None
     if options.quantization:
-        result = quantized(keys, targets, options.quantization, _temporary(out))
+        with _reported(out):
+            result = quantized(keys, targets, options.quantization, _temporary(out))
         keys, targets = result.keys, result.targets
     changed = {key: order for key, order in orders.items() if list(order) != sorted(order)}
     job = _job(model, keys, targets, changed, heat, by_heat, result, options)
@@ -283,7 +284,7 @@ def _write(
             hint="Free some space, or choose another disk with -o.",
         )
     try:
-        with _growing(out) as (temporary, fd):
+        with _reported(out), _growing(out) as (temporary, fd):
             os.truncate(fd, image.n_bytes)
             hashes = _stream(job, image, FileWriter(fd), "Converting", options, on_progress)
             image = job.image(hashes)
@@ -297,10 +298,6 @@ def _write(
             temporary.replace(out)
     except BadBlocksFound as found:
         raise _bad_blocks_error(job.model, str(found)) from found
-    except OSError as error:
-        raise GgufMoeError(
-            f"{out}: cannot be written: {error.strerror or error}", hint="Choose another place with -o."
-        ) from error
     return hashes, image
 
 
@@ -333,6 +330,17 @@ def _stream(
     finally:
         if quantizer:
             quantizer.close()
+
+
+@contextmanager
+def _reported(out: Path) -> Iterator[None]:
+    """An error of the file system inside the block is one of writing ``out``; reading has its own."""
+    try:
+        yield
+    except OSError as error:
+        raise GgufMoeError(
+            f"{out}: cannot be written: {error.strerror or error}", hint="Choose another place with -o."
+        ) from error
 
 
 def _temporary(out: Path) -> Path:

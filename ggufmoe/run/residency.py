@@ -33,6 +33,7 @@ from ..native.residents import Residents, Sources, place_of
 from ..native.slots import Slots, StackShape
 from .prefetch import Prefetcher
 from .recorder import Recorder
+from .tape import RoutingTape
 
 log = logging.getLogger(__name__)
 
@@ -201,6 +202,7 @@ class ResidencyEngine:
         self.uploads: Uploads | None = None
         self.recorder: Recorder | None = None
         self.prefetcher: Prefetcher | None = None
+        self.tape: RoutingTape | None = None
         self._model, self._placement, self._devices = model, placement, devices
         # GroveMoE's chunk experts follow from the routed ones, several to one: they stay where they are
         self._moving = [bank for bank in model.banks if bank.name == "exps"]
@@ -271,6 +273,8 @@ class ResidencyEngine:
 
     def begin_step(self, *, is_prefill: bool) -> None:
         """The next evaluation begins."""
+        if self.tape is not None and not is_prefill:
+            self.tape.step += 1
         if self.recorder is not None:
             self.recorder.step += 1
             self.recorder.is_prefill = is_prefill

@@ -29,6 +29,7 @@ from ..native.rpc import connecting, limit_silence
 from .disk import DiskTier
 from .residency import MAX_QUEUED, ResidencyEngine, Uploads
 from .setup import SessionOptions, Setup, prepare
+from .tape import RoutingTape
 from .template import Message, render_chat
 from .text import TextStream
 
@@ -143,6 +144,9 @@ class Session:
             self.disk.start(self.executor.weights)
         weights = None if setup.load.repack else self.executor.weights
         guarded(self.engine.fill, weights)
+        if options.routing_from is not None:
+            self.engine.tape = RoutingTape(options.routing_from, self.model)
+            self.executor.tape = self.engine.tape.chosen
         if options.trace or (options.policy != "static" and self._devices):
             uploads = Uploads(Throttle(MAX_QUEUED, options.upload_share), options.before_upload)
             self.engine.start(options.policy, uploads, options.trace, foreseen=options.prefetch_depth != 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -11,28 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
+from conversion import profile_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, write_tiny_model
+from tiny_models import ARCHITECTURES, RawTensor, rewrite, write_tiny_model
 
 from ggufmoe.errors import FormatError, GgufMoeError
 from ggufmoe.gguf import blocks as b
 from ggufmoe.gguf.experts import expert_span
 from ggufmoe.gguf.header import open_header
 from ggufmoe.gguf.model import Model, open_model
+from ggufmoe.gguf.scanner import scan_header
 from ggufmoe.gguf.writer import STRING, U16, U32, key_record
 from ggufmoe.run.convert import ConvertOptions, convert, export
-
-
-def profile_for(path: Path) -> dict[int, list[int]]:
-    """A count for every expert, another order in every layer."""
-    return {
-        bank.layer: [int(n) for n in np.random.default_rng(bank.layer).permutation(bank.n_expert)]
-        for bank in open_model(path).banks
-        if bank.name == "exps"
-    }
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +114,7 @@ def test_a_block_file_opens_as_the_model_it_was(stock: Path, plain: Path) -> Non
     ]
     for tensor in model.tensors:
         source = original.by_name[tensor.name]
-        assert read_at(plain, tensor.offset, tensor.n_bytes) == read_at(
-            stock, source.offset, tensor.n_bytes
-        )
+        assert read_at(plain, tensor.offset, tensor.n_bytes) == read_at(stock, source.offset, tensor.n_bytes)
     facts = model.blocks
     assert facts is not None
     assert (facts.version, facts.order, facts.source_names) == (1, "file", ("tiny.gguf",))
@@ -161,8 +150,6 @@ def test_sizes_that_fit_no_alignment_are_refused(size: int) -> None:
 
 
 def test_a_model_whose_experts_fit_no_alignment_can_be_written_in_stock_layout(tmp_path: Path) -> None:
-    from tiny_models import RawTensor, rewrite
-
     def shrink(tensors: list[RawTensor]) -> list[RawTensor]:
         # one row of one MXFP4 block per expert: 17 bytes
         return [RawTensor(t.name, 39, (32, 1, 4), bytes(4 * 17)) if "_exps" in t.name else t for t in tensors]
@@ -211,10 +198,6 @@ def with_unknown_key(path: Path, copy: Path, key: bytes) -> Path:
     head_end = open_model(path).stock_offset
     n_keys = struct.unpack_from("<Q", data, 16)[0]
     keys = b"".join(record.data for record in facts.keys)
-    table = data[24 + len(keys) : head_end].rstrip(b"\0")
-    table += b"\0" * (-len(table) % 4)
-    from ggufmoe.gguf.scanner import scan_header
-
     table = data[24 + len(keys) : scan_header(data[:head_end]).end]
     head = data[:16] + struct.pack("<Q", n_keys + 1) + keys + key + table
     copy.write_bytes(head.ljust(-(-len(head) // facts.alignment) * facts.alignment, b"\0") + data[head_end:])
@@ -361,4 +344,4 @@ def test_changed_bytes_of_both_tables_never_do_more_than_an_error(
         assert open_model(out).n_bytes == model.n_bytes
     except GgufMoeError:
         assert not out.exists()
-    assert [name for name in os.listdir(path.parent) if name.endswith(".part")] == []
+    assert not list(path.parent.glob(".*.part"))

@@ -70,7 +70,7 @@ def test_records_are_the_bytes_of_the_file(tmp_path: Path) -> None:
     path = rewrite(base, tmp_path / "keys.gguf", keys=EVERY_KIND)
     source = read_source(open_model(path))
     model = open_model(path)
-    rows = []
+    rows: list[TableRow] = []
     for tensor in model.tensors:
         number = read_header(path).tensors[len(rows)].type_number
         rows.append(TableRow(source.shapes[tensor.name], number, tensor.n_bytes))

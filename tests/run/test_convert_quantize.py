@@ -216,7 +216,7 @@ def test_the_older_form_is_read(
     assert all(np.array_equal(found[name], v.reshape(-1)) for name, (v, _) in sums.items())
     for size in (0, 3, 40, len(records) - 9):
         path.write_bytes(path.read_bytes()[:size])
-        with pytest.raises(FormatError, match="imatrix.dat: no importance matrix"):
+        with pytest.raises(FormatError, match=r"imatrix.dat: no importance matrix"):
             read_importance(path)
 
 
@@ -272,5 +272,5 @@ def test_weights_that_are_no_numbers_are_not_quantised(half: Path, tmp_path: Pat
 
 def test_a_header_that_llama_cpp_does_not_know_is_its_to_refuse(half: Path, tmp_path: Path) -> None:
     path = rewrite(half, tmp_path / "x.gguf", keys={"general.architecture": ("nosuch", KV.STRING)})
-    with pytest.raises(NativeError, match="cannot quantise this model to Q4_0: .*nosuch"):
+    with pytest.raises(NativeError, match=r"cannot quantise this model to Q4_0: .*nosuch"):
         choose_types(path, "Q4_0", has_importance=False)

@@ -309,3 +309,21 @@ def test_auto_prefetch_ends_its_trial() -> None:
         trial = session.engine.prefetcher.trial
         assert trial is not None and trial.verdict is not None
         assert session.engine.prefetcher.is_on is trial.verdict
+
+
+def test_routing_from_a_trace_is_what_is_decoded(tmp_path: Path) -> None:
+    """Recorded, then played to another seed of the model: the same experts, whatever its router would say."""
+    first = write_tiny_model(tmp_path / "first.gguf", "qwen3moe")
+    other = write_tiny_model(tmp_path / "other.gguf", "qwen3moe", seed=9)
+    tokens = random_tokens(128, 40)
+    with Session(first, replace(OPTIONS, trace=tmp_path / "first.trace")) as session:
+        drive(session, tokens)
+    options = replace(OPTIONS, routing_from=tmp_path / "first.trace", trace=tmp_path / "played.trace")
+    with Session(other, options) as session:
+        drive(session, tokens)
+    routed = []
+    for name in ("first.trace", "played.trace"):
+        with (tmp_path / name).open(encoding="utf-8") as file:
+            trace = read_trace(file, name)
+            routed.append([(s.layer, s.tokens) for s in trace.steps if not s.is_prefill])
+    assert routed[0] == routed[1]

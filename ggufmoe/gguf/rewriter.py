@@ -1,7 +1,7 @@
 """The bytes of a converted file: read once from front to back, checked, hashed, and written where they belong.
 
-Memory is a few buffers of ``CHUNK_BYTES``, whatever the model's size. One thread reads, hashes and checks,
-another writes; where the file is reordered, it is the writes that jump.
+Memory is a few buffers of ``CHUNK_BYTES``, whatever the model's size. One thread reads and checks, one hashes,
+one writes; where the file is reordered, it is the writes that jump.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def stream(
                         if checked:
                             _check(chunk, piece.target)
                         data = _converted(chunk, piece, quantizer, importance)
-                        background.put(buffer, piece.destination + offset, data)
+                        background.put(buffer, piece.destination + offset, data, reader.hashing)
                 hashes.append(reader.finish())
             finally:
                 reader.close()
@@ -143,11 +143,14 @@ class _Reader:
         self._hash = hashlib.sha256() if hashed else None
         self._position = 0
         self._spare = bytearray(1 << 20)
+        self._pool = ThreadPoolExecutor(1, "ggufmoe-hash")
+        self.hashing: Future[None] | None = None  # of what was read last
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def skip_to(self, offset: int) -> None:
         while self._hash and self._position < offset:
             self.read(memoryview(self._spare)[: offset - self._position])
+            self._wait()
         self._position = offset
 
     def read(self, into: memoryview) -> None:
@@ -169,17 +172,23 @@ class _Reader:
             self._position += done
             view = view[done:]
         if self._hash:
-            self._hash.update(into)
+            self.hashing = self._pool.submit(self._hash.update, into)
         self._advance(self._position - start)
+
+    def _wait(self) -> None:
+        if self.hashing:
+            self.hashing.result()
 
     def finish(self) -> str:
         """Read on to the end of the file. Returns: its hash."""
         if not self._hash:
             return ""
         self.skip_to(os.fstat(self._fd).st_size)
+        self._wait()
         return self._hash.hexdigest()
 
     def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
         os.close(self._fd)
 
 
@@ -189,7 +198,7 @@ class _Background:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._free = deque(bytearray(CHUNK_BYTES) for _ in range(N_BUFFERS))
-        self._busy: deque[tuple[Future[None], bytearray]] = deque()
+        self._busy: deque[tuple[Future[None], Future[None] | None, bytearray]] = deque()
         self._pool = ThreadPoolExecutor(1, "ggufmoe-write")
 
     def buffer(self) -> bytearray:
@@ -197,12 +206,15 @@ class _Background:
             self._collect()
         return self._free.popleft()
 
-    def put(self, buffer: bytearray, offset: int, data: memoryview) -> None:
-        self._busy.append((self._pool.submit(self._sink.put, offset, data), buffer))
+    def put(self, buffer: bytearray, offset: int, data: memoryview, other: Future[None] | None) -> None:
+        """Send ``data``; ``buffer`` is used again when that and ``other`` are done."""
+        self._busy.append((self._pool.submit(self._sink.put, offset, data), other, buffer))
 
     def _collect(self) -> None:
-        done, buffer = self._busy.popleft()
+        done, other, buffer = self._busy.popleft()
         done.result()
+        if other:
+            other.result()
         self._free.append(buffer)
 
     def __enter__(self) -> _Background:

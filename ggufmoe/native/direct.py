@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -16,6 +18,21 @@ from ..errors import NativeError
 from .paging import PAGE
 
 log = logging.getLogger(__name__)
+
+
+class _Edges(threading.local):
+    """Two aligned pages of each thread."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 2 * PAGE)
+        whole = memoryview(self._memory)
+        self.head, self.tail = whole[:PAGE], whole[PAGE:]
+        self.address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory))
+
+
+@functools.cache
+def _edges() -> _Edges:
+    return _Edges()
 
 
 class DirectFile:
@@ -41,41 +58,49 @@ class DirectFile:
         self.is_direct = False
 
     def read_to(self, address: int, offset: int, n_bytes: int) -> None:
-        """Read bytes ``[offset, offset + n_bytes)`` to ``address``.
+        """Read bytes ``[offset, offset + n_bytes)`` to ``address``, and touch nothing around them.
 
-        Address and offset must be at the same place in their pages. All pages they touch are read as a whole,
-        so what lies around the bytes in memory is read again too, and must be what the file has there.
+        Address and offset must be at the same place in their pages. Whole pages are read straight to where they
+        belong, in one call with the pages at either end, which come by way of a buffer.
         Raises: NativeError if the file cannot be read, or has become too short.
         """
-        before = offset % PAGE
-        assert address % PAGE == before
-        start, wanted = offset - before, before + n_bytes
-        memory = (ctypes.c_uint8 * (-(-wanted // PAGE) * PAGE)).from_address(address - before)
-        view = memoryview(memory)
-        done = 0
-        while done < wanted:
-            try:
-                n_read = self._read(view[done:], start + done)
-            except OSError as error:
-                raise NativeError(
-                    f"{self.path}: cannot be read at byte {start + done:,}: {error.strerror}"
-                ) from error
-            done += n_read
-            if done < wanted and n_read % PAGE or n_read == 0:
-                raise NativeError(
-                    f"{self.path}: the file ends at byte {start + done:,}, inside a tensor.",
-                    hint="It was changed while it was in use. Load it again.",
-                )
+        assert address % PAGE == offset % PAGE
+        end, start = offset + n_bytes, offset // PAGE * PAGE
+        first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
+        edges, views = _edges(), []
+        if start < first:
+            views.append(edges.head)
+        if first < last:
+            memory = (ctypes.c_uint8 * (last - first)).from_address(address + first - offset)
+            views.append(memoryview(memory).cast("B"))
+        if first <= last < end:
+            views.append(edges.tail)
+        try:
+            n_read = self._read(views, start)
+        except OSError as error:
+            raise NativeError(f"{self.path}: cannot be read at byte {start:,}: {error.strerror}") from error
+        there = start + n_read
+        if there < end and (n_read == 0 or n_read % PAGE):
+            raise NativeError(
+                f"{self.path}: the file ends at byte {there:,}, inside a tensor.",
+                hint="It was changed while it was in use. Load it again.",
+            )
+        if start < first:
+            ctypes.memmove(address, edges.address + offset - start, min(first, end) - offset)
+        if there < end:
+            self.read_to(address + there - offset, there, end - there)
+        elif first <= last < end:
+            ctypes.memmove(address + last - offset, edges.address + PAGE, end - last)
 
-    def _read(self, view: memoryview, offset: int) -> int:
+    def _read(self, views: list[memoryview], offset: int) -> int:
         if self.is_direct:
             try:
-                return os.preadv(self._direct_fd, [view], offset)
+                return os.preadv(self._direct_fd, views, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._fall_back()
-        n_read = os.preadv(self._fd, [view], offset)
+        n_read = os.preadv(self._fd, views, offset)
         # the page cache must not grow at the cost of what is resident
         os.posix_fadvise(self._fd, offset, n_read, os.POSIX_FADV_DONTNEED)
         return n_read

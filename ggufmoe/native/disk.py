@@ -1,13 +1,12 @@
 """Computes the expert part of every layer where memory holds only some experts: the others come from the disk first.
 
 An expert in memory lies where llama.cpp has mapped it (``paging``), so its ids stay as they are and llama.cpp's
-own graph is computed, unchanged. What a step needs and is not there is read before the step computes with it;
-pairs whose experts are there are computed meanwhile.
+own graph is computed, unchanged, as soon as all that it needs is there. Computing the pairs whose experts are
+there while the others are read gained nothing where it was measured: reading takes the cores' time too.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -55,7 +54,7 @@ class Shelf(Protocol):
 
 
 class DiskExecutor(Executor):
-    """The ``Computer`` of a session whose experts are read on demand. Its hits are routings that nothing was read for."""
+    """The ``Computer`` of a session whose experts are read on demand; a hit is a routing that needed no reading."""
 
     def __init__(
         self,
@@ -78,6 +77,8 @@ class DiskExecutor(Executor):
     # One token ----------------------------------------------------------------------------------------
 
     def _run_token(self, work: Work, graph: int) -> int:
+        if self.tape is not None and self.decoding:
+            work.token_ids[:] = self.tape(work.layer, work.k)
         chosen = work.token_ids[:]
         shelf = self._shelf(work, min(chosen), max(chosen))
         present = shelf.present
@@ -90,31 +91,8 @@ class DiskExecutor(Executor):
             shelf.touch(chosen)
             self._count_token(work.residents, chosen, work.k - shelf.n_missed)
             shelf.n_missed = 0
-        if not cold or len(cold) == work.k or len(set(chosen)) < work.k:
-            shelf.settle()
-            return self._run_cold(work, graph)
-        return self._run_while_reading(work, shelf, chosen, cold)
-
-    def _run_while_reading(self, work: Work, shelf: Shelf, chosen: list[int], cold: list[int]) -> int:
-        """The pairs whose experts are there while the others' are read, then these."""
-        there = [position for position in range(work.k) if position not in cold]
-        row, results = work.dst_row_bytes, self._stage("out", 0, work.k * work.dst_row_bytes)
-        for part in (there, cold):
-            if part is cold:
-                shelf.settle()
-            n_x = 1 if work.n_x == 1 else len(part)
-            built = self._cold.graphs.get(work.chain, work.chain.weights, work.n_in, n_x, len(part), 1)
-            built.x_tensor.data = self._x_rows(work, part, 0)
-            ids = (ctypes.c_int32 * len(part)).from_address(c.ggml_tensor.from_address(built.ids).data)
-            ids[:] = [chosen[position] for position in part]
-            status: int = self._compute_cpu(self._cpu.address, built.graph)
-            if status != c.GGML_STATUS_SUCCESS:
-                shelf.settle()
-                return status
-            for i, position in enumerate(part):
-                ctypes.memmove(results + position * row, built.out_address + i * row, row)
-        ctypes.memmove(work.dst, results, work.k * row)  # only now: it may lie where x lies
-        return c.GGML_STATUS_SUCCESS
+        shelf.settle()
+        return self._run_cold(work, graph)
 
     # Many tokens --------------------------------------------------------------------------------------
 

@@ -24,9 +24,10 @@ from . import declarations as c
 from .library import c_callback, ggml
 
 PAGE = 4096  # bytes; also the alignment that direct reads need at most
+HUGE_PAGE = 2 << 20
 # Linux, include/uapi/asm-generic/mman*.h
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_DONTNEED, _MADV_DONTFORK, _MADV_NOHUGEPAGE = 4, 10, 15
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 10, 14, 15
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _loading = threading.Lock()
@@ -146,6 +147,13 @@ def put_memory(start: int, end: int) -> None:
     # a huge page would fill the places of experts that are not there
     libc.madvise(start, end - start, _MADV_NOHUGEPAGE)
     libc.madvise(start, end - start, _MADV_DONTFORK)  # a child that copies them would double the memory
+
+
+def prefer_huge_pages(start: int, end: int) -> None:
+    """Let the memory of ``[start, end)``, which stays and will be filled, be of huge pages where they fit."""
+    first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+    if first < last:
+        _libc().madvise(first, last - first, _MADV_HUGEPAGE)  # a refusal costs nothing but speed
 
 
 def give_back(start: int, end: int) -> None:

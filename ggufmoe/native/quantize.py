@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,15 +92,11 @@ def row_bytes(type_number: int, n_per_row: int) -> int:
     return int(ggml().ggml_row_size(type_number, n_per_row))
 
 
+@dataclass(frozen=True, slots=True)
 class Quantizer:
-    """Rows from one type to another on several threads. Closed by ``close``."""
+    """Rows from one type to another on several threads."""
 
-    def __init__(self, n_threads: int) -> None:
-        self._n_threads = n_threads
-        self._pool = ThreadPoolExecutor(n_threads, "ggufmoe-quantize")
-
-    def close(self) -> None:
-        self._pool.shutdown()
+    n_threads: int
 
     def rows(
         self,
@@ -113,28 +110,37 @@ class Quantizer:
 
         Raises: FormatError if a result is not valid (weights that are no numbers).
         """
-        return guarded(self._rows, data, source_type, target_type, n_per_row, importance)
-
-    def _rows(
-        self,
-        data: memoryview,
-        source_type: int,
-        target_type: int,
-        n_per_row: int,
-        importance: NDArray[np.float32] | None,
-    ) -> memoryview:
         old_size, new_size = row_bytes(source_type, n_per_row), row_bytes(target_type, n_per_row)
         source = np.frombuffer(data, np.uint8).reshape(-1, old_size)
         target = np.empty((len(source), new_size), np.uint8)
-        step = -(-len(source) // self._n_threads)
+        step = max(-(-len(source) // self.n_threads), 1)
 
         def part(start: int) -> None:
             rows = slice(start, start + step)
             _quantize(source[rows], target[rows], source_type, target_type, n_per_row, importance)
 
-        for done in self._pool.map(part, range(0, len(source), step)):
-            assert done is None
+        guarded(_in_parallel, part, range(0, len(source), step))
         return target.reshape(-1).data
+
+
+def _in_parallel(function: Callable[[int], None], arguments: Sequence[int]) -> None:
+    """Call the function once with each argument, each in a thread; the first error is raised."""
+    errors: list[BaseException] = []
+
+    def run(argument: int) -> None:
+        try:
+            function(argument)
+        except BaseException as error:  # it belongs to the caller, whatever it is
+            errors.append(error)
+
+    # daemons, unlike those of a pool: one that ggml aborts in never ends, and the process must
+    threads = [threading.Thread(target=run, args=(argument,), daemon=True) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _quantize(

@@ -314,22 +314,18 @@ def _stream(
 
     n_threads = options.threads or psutil.cpu_count(logical=False) or 1
     quantizer = Quantizer(n_threads) if job.quantized else None
-    try:
-        return stream(
-            job.model.paths,
-            job.targets,
-            sink,
-            data_start=image.data_start,
-            alignment=image.alignment,
-            hashed=job.hashed,
-            checked=not options.allow_bad_blocks,
-            quantizer=quantizer,
-            importance=job.quantized.importance if job.quantized else None,
-            advance=advance,
-        )
-    finally:
-        if quantizer:
-            quantizer.close()
+    return stream(
+        job.model.paths,
+        job.targets,
+        sink,
+        data_start=image.data_start,
+        alignment=image.alignment,
+        hashed=job.hashed,
+        checked=not options.allow_bad_blocks,
+        quantizer=quantizer,
+        importance=job.quantized.importance if job.quantized else None,
+        advance=advance,
+    )
 
 
 @contextmanager

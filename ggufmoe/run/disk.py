@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import NativeError
-from ..gguf.experts import BankKey, ExpertBank, TensorInfo
+from ..gguf.experts import BankKey, TensorInfo
 from ..gguf.model import Model
 from ..moe.demand import DemandBank, DemandPool
 from ..moe.ram import PAGE_BYTES, RamPlan
@@ -20,6 +20,7 @@ from ..native.paging import (
     FileMapping,
     give_back,
     mapped_without_reading,
+    prefer_huge_pages,
     put_memory,
     require_paging,
 )
@@ -170,9 +171,15 @@ class DiskTier:
                 )
                 for tensor in bank.weights.values()
             )
-        for start, end in self._runs():
+        runs = self._runs()
+        for start, end in runs:
             put_memory(start, end)
-        reads = [read for tensor in self.plan.dense for read in self._chunks(tensor)]
+        for tensor in self.plan.dense:
+            prefer_huge_pages(self._address(tensor), self._address(tensor) + tensor.n_bytes)
+        reads = [
+            *self._neighbours(runs),
+            *(read for tensor in self.plan.dense for read in self._chunks(tensor)),
+        ]
         first = self._first_residents()
         self.readers.start(reads).wait()
         for index, experts in first.items():
@@ -186,11 +193,18 @@ class DiskTier:
             shelf.settle()
 
     def _address(self, tensor: TensorInfo) -> int:
+        address = self._find(tensor)
+        if address is None:
+            raise NativeError(f"{tensor.name} does not lie where llama.cpp has mapped its file.")
+        return address
+
+    def _find(self, tensor: TensorInfo) -> int | None:
+        """Where the tensor is mapped; None for what llama.cpp has no use for."""
         for mapping in self._mappings[tensor.shard]:
             address = mapping.address(tensor.offset)
             if mapping.holds(address, tensor.n_bytes):
                 return address
-        raise NativeError(f"{tensor.name} does not lie where llama.cpp has mapped its file.")
+        return None
 
     def _runs(self) -> list[tuple[int, int]]:
         """Whole pages that hold dense weights or experts, as few runs as there are."""
@@ -206,6 +220,20 @@ class DiskTier:
             else:
                 runs.append((start, end))
         return runs
+
+    def _neighbours(self, runs: Sequence[tuple[int, int]]) -> Iterator[Read]:
+        """What else lies in the pages at the ends of runs: parts of tensors that stay mapped."""
+        planned = {tensor.name for tensor in self.plan.dense}
+        planned |= {tensor.name for bank in self.plan.banks for tensor in bank.weights.values()}
+        for tensor in self._model.tensors:
+            address = self._find(tensor) if tensor.name not in planned else None
+            if address is not None:
+                for start, end in runs:
+                    start, end = max(start, address), min(end, address + tensor.n_bytes)
+                    if start < end:
+                        yield Read(
+                            self.files[tensor.shard], start, tensor.offset + start - address, end - start
+                        )
 
     def _chunks(self, tensor: TensorInfo) -> Iterator[Read]:
         """The reads of a dense tensor; all but the first begin with a page."""

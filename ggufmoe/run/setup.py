@@ -100,10 +100,8 @@ def prepare(model: Model, options: SessionOptions) -> Setup:
     placement = place_residents(
         model.banks, options.residents, options.rules, [device.name for device in slot_devices], budgets
     )
-    if ram is not None:
-        cold_store = "disk"
-    else:
-        cold_store = choose_cold_store(model, options.cold_store, slot_devices, placement)
+    wanted = options.cold_store if ram is None else "disk"
+    cold_store = choose_cold_store(model, wanted, slot_devices, placement)
     llama_devices = tuple(device for device in slot_devices if not device.is_cpu)
     load = LoadPlan(
         devices=llama_devices,
@@ -122,6 +120,7 @@ def _no_devices(options: SessionOptions) -> tuple[Device, ...]:
         "--rpc": options.rpc_endpoints,
         "--vram": options.vram_bytes is not None,
         "--resident-experts": options.residents != ResidentRequest(),
+        "--trace": options.trace is not None,
     }
     for name, asked in others.items():
         if asked:

@@ -43,9 +43,9 @@ class SessionOptions:
     ``policy`` names who moves experts between slots (``ggufmoe.moe.policies``). ``prefill`` fixes how batches are
     computed (``ggufmoe.native.batch``), None finds out what is fastest. ``prefetch_depth`` is how many layers ahead
     experts are named and uploaded early, None finds out whether it pays. ``trace`` is a file to record all routing
-    in; ``routing_from`` one to take it from instead of the router, for benchmarks only. ``upload_share`` fixes the share
-    of the time that may go into uploads, None lets them go on while they pay; ``before_upload`` is called in the
-    uploading thread with every expert, for measurements and tests.
+    in; ``routing_from`` one to take it from instead of the router, for benchmarks only. ``upload_share`` fixes the
+    share of the time that may go into uploads, None lets them go on while they pay; ``before_upload`` is called in
+    the uploading thread with every expert, for measurements and tests.
     """
 
     devices: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ def test_both_readmes_have_the_same_commands_and_figures() -> None:
     blocks = [re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for text in (english, chinese)]
     assert blocks[0] == blocks[1]
     tables = [
-        [re.findall(r"\d[\d.,]*", line) for line in text.splitlines() if line.startswith("|")]
+        [re.findall(r"\d+(?:[.,]\d+)*", line) for line in text.splitlines() if line.startswith("|")]
         for text in (english, chinese)
     ]
     assert tables[0] == tables[1]

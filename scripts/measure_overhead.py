@@ -1,7 +1,7 @@
 """What per-expert placement costs when nothing is resident: ours against stock llama.cpp, side by side.
 
-Both run in this process, on the same file, with the same CPU kernels (repacked weights), in turns: decode,
-prefill of 512 tokens, and, in fresh processes, from opening the model to the first token. Then the time that
+Both run in this process, on the same file, with the same CPU kernels (repacked weights), in turns: decode token by
+token, prefill of 512 tokens, and, in fresh processes, from opening the model to the first token. Then the time that
 one callback spends outside ggml. Medians; the ratio is ours / stock for rates, stock / ours for times, so 1 is
 a draw and less is a loss. Nothing else should run meanwhile.
 
@@ -75,18 +75,22 @@ def _rates(
             f"{session.setup.n_threads} threads, {psutil.Process().memory_info().rss / 2**30:.1f} GiB resident"
         )
         for turn in range(rounds + 1):
-            for side in ("ours", "stock") if turn % 2 else ("stock", "ours"):
-                if side == "ours":
-                    session.reset()
-                    evaluate: Callable[[list[int]], Any] = session.evaluate
-                else:
-                    context.clear()
-                    evaluate = _Evaluate(context)
-                once = [_seconds(evaluate, prompt)]
-                each = [_seconds(evaluate, [token]) for token in prompt[:n_tokens]]
+            session.reset()
+            context.clear()
+            evaluate: dict[str, Callable[[list[int]], Any]] = {
+                "ours": session.evaluate,
+                "stock": _Evaluate(context),
+            }
+            sides = ("ours", "stock") if turn % 2 else ("stock", "ours")
+            for side in sides:
+                seconds = _seconds(evaluate[side], prompt)
                 if turn:  # the first turn warms up
-                    prefill[side] += once
-                    decode[side] += each
+                    prefill[side].append(seconds)
+            for token in prompt[:n_tokens]:  # token by token, so that both see the same machine
+                for side in sides:
+                    seconds = _seconds(evaluate[side], [token])
+                    if turn:
+                        decode[side].append(seconds)
         callback = _callback_us(session, prompt)
     context.close()
     llama.close()

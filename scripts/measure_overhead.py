@@ -138,7 +138,7 @@ def _callback_us(session: Session, prompt: list[int]) -> float:
         graphs.clear()
         session.evaluate(prompt[:1])
     executor.compute = compute
-    executor._compute_cpu = lambda *_: c.GGML_STATUS_SUCCESS
+    executor._compute_cpu = executor._whole.compute = lambda *_: c.GGML_STATUS_SUCCESS
     for lane in executor._lanes:
         for name in ("set", "get", "_launch", "_synchronize"):
             setattr(lane, name, lambda *_: c.GGML_STATUS_SUCCESS)

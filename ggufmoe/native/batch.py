@@ -71,6 +71,7 @@ class BatchPath:
     def __init__(
         self,
         cpu: Backend,
+        whole: WholeNodes,
         cold: Lane,
         lanes: Sequence[Lane],
         devices: Sequence[Backend],
@@ -79,7 +80,7 @@ class BatchPath:
         self.way: str | None = None if chooser else "split"
         self._chooser = chooser
         self._cpu, self._cold, self._lanes, self._devices = cpu, cold, lanes, devices
-        self._whole = WholeNodes(cpu)
+        self._whole = whole
         self._compute_cpu = ggml().ggml_backend_graph_compute
         self._staging: dict[object, tuple[StagingLane, StagingLane] | None] = {}
 
@@ -122,9 +123,7 @@ class BatchPath:
 
     def _compute(self, way: str, batch: Batch, graph: int) -> int:
         if way == "cpu" or (way == "split" and not batch.n_hits):
-            if graph:
-                return int(self._compute_cpu(self._cpu.address, graph))
-            return self._whole.compute(batch.work.chain.out)
+            return self._whole.compute(batch.work.chain.out, graph)
         # dst may lie where x lies: every part has read its input before the first result is written
         results, kept = self._start_residents(batch)
         staging = self._staging_for(batch) if way == "stream" else None

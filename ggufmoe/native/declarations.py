@@ -255,7 +255,6 @@ log_callback_t = CFUNCTYPE(None, c_int, c_void_p, c_void_p)  # ggml_log_callback
 PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     # ggml.h
     "ggml_version": (c_char_p, ()),
-    "ggml_commit": (c_char_p, ()),
     "ggml_set_abort_callback": (c_void_p, (abort_callback_t,)),
     "ggml_op_name": (c_char_p, (c_int,)),
     "ggml_type_name": (c_char_p, (c_int,)),
@@ -283,17 +282,12 @@ PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ggml_new_graph_custom": (c_void_p, (c_void_p, c_size_t, c_bool)),
     "ggml_build_forward_expand": (None, (c_void_p, c_void_p)),
     "ggml_graph_add_node": (None, (c_void_p, c_void_p)),
-    "ggml_graph_node": (c_void_p, (c_void_p, c_int)),
-    # ggml-alloc.h
-    "ggml_backend_alloc_ctx_tensors": (c_void_p, (c_void_p, c_void_p)),
     # ggml-backend.h
-    "ggml_backend_buft_name": (c_char_p, (c_void_p,)),
     "ggml_backend_buft_alloc_buffer": (c_void_p, (c_void_p, c_size_t)),
     "ggml_backend_buft_get_alignment": (c_size_t, (c_void_p,)),
     "ggml_backend_buft_get_alloc_size": (c_size_t, (c_void_p, c_void_p)),
     "ggml_backend_buffer_free": (None, (c_void_p,)),
     "ggml_backend_buffer_get_base": (c_void_p, (c_void_p,)),
-    "ggml_backend_buffer_get_size": (c_size_t, (c_void_p,)),
     "ggml_backend_tensor_alloc": (c_int, (c_void_p, c_void_p, c_void_p)),
     "ggml_backend_view_init": (c_int, (c_void_p,)),
     "ggml_backend_free": (None, (c_void_p,)),
@@ -314,16 +308,13 @@ PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ggml_backend_dev_init": (c_void_p, (c_void_p, c_void_p)),
     "ggml_backend_dev_buffer_type": (c_void_p, (c_void_p,)),
     "ggml_backend_dev_host_buffer_type": (c_void_p, (c_void_p,)),
-    "ggml_backend_dev_supports_op": (c_bool, (c_void_p, c_void_p)),
     "ggml_backend_reg_dev_count": (c_size_t, (c_void_p,)),
     "ggml_backend_reg_dev_get": (c_void_p, (c_void_p, c_size_t)),
     "ggml_backend_register": (None, (c_void_p,)),
     # ggml-cpu.h
-    "ggml_backend_cpu_init": (c_void_p, ()),
     "ggml_backend_cpu_set_n_threads": (None, (c_void_p, c_int)),
     "ggml_backend_cpu_buffer_type": (c_void_p, ()),
     # gguf.h
-    "gguf_init_from_file": (c_void_p, (c_char_p, gguf_init_params)),
     "gguf_init_from_buffer": (c_void_p, (c_char_p, c_size_t, gguf_init_params)),
     "gguf_free": (None, (c_void_p,)),
     "gguf_get_version": (c_uint32, (c_void_p,)),

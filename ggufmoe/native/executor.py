@@ -75,7 +75,7 @@ class Executor:
         self._cold = Lane(cpu)
         self._lanes = [Lane(device) for device in devices]
         self._whole = WholeNodes(cpu)
-        self.batches = BatchPath(cpu, self._cold, self._lanes, devices, chooser)
+        self.batches = BatchPath(cpu, self._whole, self._cold, self._lanes, devices, chooser)
         self._staging: dict[tuple[str, int], Any] = {}  # host memory by use and device
         self._splits: dict[int, list[Work | int]] = {}
         self._compute_cpu = ggml().ggml_backend_graph_compute
@@ -248,9 +248,7 @@ class Executor:
 
     def _run_cold(self, work: Work, graph: int) -> int:
         """All pairs on the CPU: llama.cpp's own nodes as they are."""
-        if graph:
-            return self._compute_cpu(self._cpu.address, graph)  # type: ignore[no-any-return]
-        return self._whole.compute(work.chain.out)
+        return self._whole.compute(work.chain.out, graph)
 
     # Many tokens --------------------------------------------------------------------------------------
 

@@ -165,14 +165,16 @@ def _add_step(context: int, step: Any, outputs: list[int], x: int, ids: int, wei
 
 
 class WholeNodes:
-    """Nodes of llama.cpp's graph, computed as they are by the CPU backend, one at a time."""
+    """llama.cpp's own nodes, computed as they are by the CPU backend."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def compute(self, address: int) -> int:
-        """Returns: a ggml status."""
+    def compute(self, address: int, split: int = 0) -> int:
+        """Compute one node, or the whole ``split`` that it ends, if that is given. Returns: a ggml status."""
         functions = ggml()
+        if split:
+            return functions.ggml_backend_graph_compute(self._backend.address, split)  # type: ignore[no-any-return]
         size = functions.ggml_graph_overhead_custom(GRAPH_NODES, False) + 1024
         context = functions.ggml_init(c.ggml_init_params(size, None, True))
         try:

@@ -33,7 +33,7 @@ class Prefetcher:
     ) -> None:
         self.counts = PrefetchCounts()
         self.trial = trial
-        self._depth, self._movers = depth, movers
+        self._movers = movers
         self._routers = read_routers(model)
         self._layers = sorted(layer for layer, name in movers if name == "exps" and layer in self._routers)
         self._next = {layer: self._layers[i + 1 : i + 1 + depth] for i, layer in enumerate(self._layers)}

@@ -33,17 +33,6 @@ def stock(
     return stock_with(path, evaluate, plan=plan)
 
 
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("disk")
-
-    def path(arch: str) -> Path:
-        file = folder / f"{arch}.gguf"
-        return file if file.exists() else write_tiny_model(file, arch)
-
-    return path
-
-
 def long_prompt(context: LlamaContext) -> Logits:
     return decode_greedily(context, 700, 4)
 

@@ -39,17 +39,6 @@ MORE_MODELS = Path(__file__).parents[2].parent / "shared" / "archs"
 
 
 @pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("tiny")
-
-    def path(arch: str) -> Path:
-        file = folder / f"{arch}.gguf"
-        return file if file.exists() else write_tiny_model(file, arch)
-
-    return path
-
-
-@pytest.fixture(scope="module")
 def stock_of(model_of: Callable[[str], Path]) -> Callable[[str], Logits]:
     known: dict[str, Logits] = {}
 
